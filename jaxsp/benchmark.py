@@ -5,7 +5,7 @@ import pathlib
 from jaxsp import cli
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 
 def main(arguments: list[str]) -> None:

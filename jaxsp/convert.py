@@ -15,7 +15,7 @@ from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.processes import redaction
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 _REQUIRED: dict[str, dict[str, Any]] = {
     "run": {"directory": "runs/converted", "epochs": 1},

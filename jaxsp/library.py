@@ -47,10 +47,9 @@ from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.optimizers import param_groups
-from jaxsp.run import jax_limits
+from jaxsp.run import build, config_file, initial_weights, jax_limits, merging
+from jaxsp.run.config_file import Config
 from jaxsp.runtime import compilation_cache
-from jaxsp.setup import build, config_file, initial_weights, merging
-from jaxsp.setup.config_file import Config
 from jaxsp.training import trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.specs import StepSpec, find_division_problems

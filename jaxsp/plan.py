@@ -11,7 +11,7 @@ import re
 from jaxsp import cli
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.planner.compile import gpus
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 _NUMBERS = {
     "--devices": (

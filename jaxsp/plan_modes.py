@@ -25,10 +25,10 @@ from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
+from jaxsp.run import data_preparation
+from jaxsp.run.config_file import Config
+from jaxsp.run.model_files import ModelFiles
 from jaxsp.runtime import memory_limits
-from jaxsp.setup import data_preparation
-from jaxsp.setup.config_file import Config
-from jaxsp.setup.model_files import ModelFiles
 from jaxsp.training.step_config import StepConfig
 
 

@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     if importlib.util.find_spec("plotly") is None:
         raise UserError("jaxsp report needs plotly. Use pip install 'jaxsp[report]'.")
-    from jaxsp.reporting.report import page
+    from jaxsp.run.report import page
 
     runs = [page.read_run(run) for run in args.runs]
     folder = args.runs[0] if len(args.runs) == 1 else pathlib.Path()

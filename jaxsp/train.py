@@ -5,7 +5,7 @@ import argparse
 from jaxsp import cli
 from jaxsp.core import errors
 from jaxsp.processes import cluster
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 
 def main(arguments: list[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from jaxsp.config import foreign_names, yaml_io
 from jaxsp.config.foreign_names import Counterpart
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 from scripts import generated_text
 
 FILE = pathlib.Path(__file__).parent.parent / "configs/guide/coming_from.md"

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from jaxsp.evaluation.evaluator import EvalFields
 from jaxsp.evaluation.retrieval import TaskFields
 from jaxsp.generation.samples import SampleFields
-from jaxsp.reporting.metrics import StepFields
-from jaxsp.reporting.nonfinite import NonfiniteStep
-from jaxsp.reporting.starts import StartLine
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
+from jaxsp.run.metrics import StepFields
+from jaxsp.run.nonfinite import NonfiniteStep
+from jaxsp.run.starts import StartLine
 from jaxsp.training.metric_table import METRICS
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"

@@ -18,9 +18,9 @@ from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.hf.rope import rope_types
+from jaxsp.run import config_file
+from jaxsp.run.config_file import Config
 from jaxsp.runtime import device_mesh
-from jaxsp.setup import config_file
-from jaxsp.setup.config_file import Config
 
 Arrays = dict[str, np.ndarray]
 """Fields of a Batch for all rows of a step, [rows, ...], before they are assigned to devices."""

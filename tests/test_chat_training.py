@@ -13,8 +13,7 @@ from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
 from tests import batches, messages
 from tests.data.chat import chats
 

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 

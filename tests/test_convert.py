@@ -5,7 +5,7 @@ import pytest
 from jaxsp import convert
 from jaxsp.config import foreign_names, yaml_io
 from jaxsp.core.errors import UserError
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 AXOLOTL = """
 base_model: someone/small

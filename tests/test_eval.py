@@ -11,8 +11,7 @@ import safetensors.numpy
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
 from tests import tolerances
 
 oracle = pytest.importorskip(

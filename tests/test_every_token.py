@@ -22,9 +22,8 @@ import rich.console
 import yaml
 
 from jaxsp.checkpoint import reader
-from jaxsp.run import trainer
+from jaxsp.run import build, config_file, trainer
 from jaxsp.runtime import run_paths
-from jaxsp.setup import build, config_file
 from tests import messages, recorded_batches
 
 pytestmark = pytest.mark.e2e

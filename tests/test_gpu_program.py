@@ -13,7 +13,7 @@ from jaxsp.memory import memory_problems, row_meshes
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled, hlo
 from jaxsp.planner.cost import comms
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 pytestmark = pytest.mark.e2e
 

@@ -14,8 +14,8 @@ import pytest
 
 from jaxsp.checkpoint import reader
 from jaxsp.data.packing.packing import Segments
+from jaxsp.run import build, config_file
 from jaxsp.runtime import run_paths
-from jaxsp.setup import build, config_file
 from jaxsp.training import step_gradients
 from tests import markdown, tolerances
 from tests.training import runs

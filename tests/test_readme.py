@@ -14,7 +14,7 @@ from jaxsp.config import yaml_io
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 from scripts import config_reference
 from tests import markdown
 from tests.markdown import REPO

@@ -18,7 +18,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat
 from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file
 from tests import batches, commands, messages
 
 REPO = pathlib.Path(__file__).parent.parent

@@ -14,9 +14,8 @@ from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.packing.loader import BatchLoader
-from jaxsp.reporting.step_log import StepLog
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
+from jaxsp.run.step_log import StepLog
 from tests import batches, commands, markdown, messages
 
 MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}

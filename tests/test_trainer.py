@@ -11,8 +11,7 @@ import safetensors.numpy
 import jaxsp
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
 from tests import commands, test_library
 
 LENGTHS = (60, 9, 130, 31, 44, 17, 64)

@@ -7,8 +7,7 @@ import jax
 import pytest
 import rich.console
 
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
 from tests import commands, messages, tolerances, two_processes
 
 pytestmark = pytest.mark.usefixtures("default_signals")

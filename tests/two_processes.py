@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 from tests import commands
 
 ENDS_WITHIN_S = 30

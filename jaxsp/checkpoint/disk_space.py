@@ -8,8 +8,8 @@ import jax
 
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
+from jaxsp.run.config_file import Config
 from jaxsp.runtime import run_paths
-from jaxsp.setup.config_file import Config
 
 
 def tree_bytes(state: Any) -> int:

@@ -12,8 +12,8 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
+from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.setup.run_config import CheckpointConfig
 
 DELETING_SUFFIX = ".deleting"
 

@@ -20,10 +20,10 @@ from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
+from jaxsp.run.early_stopping import EarlyStoppingState
 from jaxsp.runtime import run_paths
 from jaxsp.sharding import replicas, sharding
 from jaxsp.training import trainable
-from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
 
 _MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")

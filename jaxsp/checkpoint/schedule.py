@@ -11,7 +11,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.core import durations
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.evaluation import evaluator
-from jaxsp.setup.run_config import RunConfig
+from jaxsp.run.run_config import RunConfig
 from jaxsp.training.train_state import TrainState
 
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
-from jaxsp.core.units import format_count
-from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.loader import StepCounts
 from jaxsp.data.packing.row_reader import Documents
@@ -26,7 +24,6 @@ from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSum
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Sft
 from jaxsp.objectives.pair_sums import PairSums
-from jaxsp.setup.run_config import RunConfig
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
 from jaxsp.training.specs import StepSpec
@@ -265,28 +262,3 @@ def _fetch_one_behind(
         running = batch
     if running is not None:
         yield jax.device_get(running[0]), running[1]
-
-
-def describe(
-    eval_sets: Sequence[PackedDataset], run: RunConfig, *, tasks: str, is_resume: bool
-) -> str:
-    """Describes what is evaluated in a run, and when; empty without eval sets and tasks.
-
-    Args: tasks: description of the retrieval tasks.
-    """
-    if not (eval_sets or tasks):
-        return ""
-    times = []
-    if run.eval_at_start and not is_resume:
-        times.append("before the first step")
-    if run.eval_every == "epoch":
-        times.append("after every epoch")
-    elif run.eval_every is not None:
-        times.append(f"every {format_count(run.eval_every, 'step')}")
-    text = " and ".join(filter(None, (", ".join(times), "after the last step")))
-    names = [f"{data.name} ({summary.describe_documents(data)})" for data in eval_sets]
-    text += f": {', '.join(filter(None, (*names, tasks)))}"
-    if run.early_stopping_patience is not None:
-        patience = format_count(run.early_stopping_patience, "evaluation")
-        text += f"; the run stops after {patience} without improvement"
-    return text

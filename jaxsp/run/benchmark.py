@@ -25,9 +25,8 @@ from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.processes import hardware
-from jaxsp.reporting import metrics
-from jaxsp.setup import build, config_file
-from jaxsp.setup.config_file import Config
+from jaxsp.run import build, config_file, metrics
+from jaxsp.run.config_file import Config
 from jaxsp.training import train_state
 
 

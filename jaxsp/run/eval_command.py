@@ -19,13 +19,22 @@ from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation import generator
 from jaxsp.hf.rope import context_range
 from jaxsp.processes import cluster, distributed
-from jaxsp.reporting import comparison, eval_files
-from jaxsp.reporting import console as output
-from jaxsp.run import jax_limits, references
+from jaxsp.run import (
+    build,
+    comparison,
+    config_file,
+    eval_files,
+    given_model,
+    initial_weights,
+    jax_limits,
+    model_files,
+    references,
+    stop_tokens,
+)
+from jaxsp.run import console as output
+from jaxsp.run.config_file import Config
+from jaxsp.run.given_model import GivenModel
 from jaxsp.runtime import compilation_cache, run_paths
-from jaxsp.setup import build, config_file, given_model, initial_weights, model_files, stop_tokens
-from jaxsp.setup.config_file import Config
-from jaxsp.setup.given_model import GivenModel
 from jaxsp.training.metric_table import Line
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
 from jaxsp.processes import distributed
-from jaxsp.reporting import console, metrics, task_plots
-from jaxsp.reporting.metrics import MetricsWriter
+from jaxsp.run import console, metrics, task_plots
+from jaxsp.run.inputs import RunInputs
+from jaxsp.run.metrics import MetricsWriter
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.run_status import RunStatus
-from jaxsp.training.inputs import RunInputs
 from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import StepSpec
 

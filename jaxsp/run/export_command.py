@@ -15,10 +15,10 @@ from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
 from jaxsp.model import adapters
-from jaxsp.reporting import console as output
+from jaxsp.run import config_file, merging, resume, stop_tokens
+from jaxsp.run import console as output
+from jaxsp.run.config_file import Config
 from jaxsp.runtime import jax_platform, run_paths
-from jaxsp.setup import config_file, merging, resume, stop_tokens
-from jaxsp.setup.config_file import Config
 from jaxsp.storage import run_storage
 from jaxsp.training import trainable
 

@@ -15,8 +15,8 @@ from jaxsp.memory import available_memory, memory_formula, row_meshes
 from jaxsp.memory.available_memory import GroupLayout
 from jaxsp.processes import cluster, distributed, hardware
 from jaxsp.processes.cluster import Process
+from jaxsp.run.config_file import Config
 from jaxsp.runtime import device_mesh, jax_platform, memory_limits
-from jaxsp.setup.config_file import Config
 
 ONE_PROCESS = Process()
 

@@ -20,14 +20,13 @@ from jaxsp.evaluation import evaluator
 from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
 from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.processes import distributed
-from jaxsp.reporting import console as output
-from jaxsp.run import selfcheck
+from jaxsp.run import console as output
+from jaxsp.run import resume, selfcheck
+from jaxsp.run.config_file import Config
+from jaxsp.run.early_stopping import EarlyStopping
+from jaxsp.run.inputs import RunInputs, StartPoint
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.setup import resume
-from jaxsp.setup.config_file import Config
 from jaxsp.training import train_state
-from jaxsp.training.early_stopping import EarlyStopping
-from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults

@@ -15,22 +15,21 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing.loader import StepCounts
-from jaxsp.reporting import console as output
-from jaxsp.reporting import run_summary, starts
-from jaxsp.reporting.metrics import MetricsWriter
-from jaxsp.reporting.profiler import ProfilerTrace
-from jaxsp.reporting.progress import Progress
-from jaxsp.reporting.starts import StartLine
-from jaxsp.reporting.step_log import StepLog
-from jaxsp.reporting.trackers.tracker import Outcome
-from jaxsp.reporting.trackers.trackers import Trackers
-from jaxsp.run import preflight, references
+from jaxsp.run import console as output
+from jaxsp.run import preflight, references, run_summary, starts
+from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.evaluations import Evaluations
+from jaxsp.run.inputs import RunInputs
+from jaxsp.run.metrics import MetricsWriter
+from jaxsp.run.profiler import ProfilerTrace
+from jaxsp.run.progress import Progress
+from jaxsp.run.starts import StartLine
+from jaxsp.run.step_log import StepLog
+from jaxsp.run.trackers.tracker import Outcome
+from jaxsp.run.trackers.trackers import Trackers
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.storage import run_storage
-from jaxsp.training.early_stopping import EarlyStopping
-from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults

@@ -11,13 +11,12 @@ from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed, hardware
 from jaxsp.processes.cluster import Process
-from jaxsp.run import jax_limits, trainer
+from jaxsp.run import build, data_preparation, jax_limits, preview, resume, trainer
+from jaxsp.run.config_file import Config
 from jaxsp.runtime import compilation_cache, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
-from jaxsp.setup import build, data_preparation, preview, resume
-from jaxsp.setup.config_file import Config
 from jaxsp.storage import run_storage
 
 

@@ -7,16 +7,15 @@ import rich.console
 
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import base, reader
-from jaxsp.reporting import banner, starts
-from jaxsp.reporting import console as output
-from jaxsp.run import preflight, references
+from jaxsp.run import banner, preflight, references, starts
+from jaxsp.run import console as output
+from jaxsp.run.inputs import RunInputs
 from jaxsp.run.preflight import StepFunction
 from jaxsp.run.session import Session, open_session
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import train_state
-from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 

@@ -18,9 +18,9 @@ import jax
 
 from jaxsp.core import durations
 from jaxsp.processes import distributed, stop_signals
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.run_status import RunStatus
-from jaxsp.setup.run_config import RunConfig
 
 _STOP_AFTER = "run.stop_after"
 

@@ -19,9 +19,9 @@ from jaxsp.config import config_file
 from jaxsp.core import durations, files, paths, urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import format_count
+from jaxsp.run.config_file import Config
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime.run_paths import CONFIG_FILE
-from jaxsp.setup.config_file import Config
-from jaxsp.setup.run_config import RunConfig
 
 LOCK_FILE = "lock"
 

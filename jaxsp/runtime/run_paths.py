@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxsp.core import urls
 from jaxsp.processes import distributed
-from jaxsp.setup.run_config import RunConfig
+from jaxsp.run.run_config import RunConfig
 
 CHECKPOINTS_DIR = "checkpoints"
 

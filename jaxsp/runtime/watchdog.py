@@ -9,9 +9,9 @@ import time
 
 from jaxsp.core import durations, exit_codes, files
 from jaxsp.processes import distributed
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_dir, run_paths, run_status
 from jaxsp.runtime.run_status import Activity, RunStatus
-from jaxsp.setup.run_config import RunConfig
 
 HEARTBEAT_INTERVAL_S = 5.0
 """Time between two heartbeats, and between two checks for progress."""

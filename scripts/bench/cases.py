@@ -22,7 +22,7 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxsp.hf import published
-from jaxsp.setup.config_file import Config
+from jaxsp.run.config_file import Config
 from scripts.bench import configs, report, results
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ from jaxsp.hf import model_config
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.planning import Plan
-from jaxsp.setup import config_file
-from jaxsp.setup.config_file import Config
+from jaxsp.run import config_file
+from jaxsp.run.config_file import Config
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

@@ -18,7 +18,7 @@ import jax
 from jaxsp.core.errors import UserError
 from jaxsp.memory import memory_causes
 from jaxsp.planner.compile import gpus
-from jaxsp.setup.config_file import Config
+from jaxsp.run.config_file import Config
 from scripts.bench import configs, machine, report, results
 
 MODULE = "scripts.bench.memory"

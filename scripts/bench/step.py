@@ -21,9 +21,8 @@ from jaxsp.attention.kernels.cudnn import cudnn_calls
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.memory import memory_compile, memory_descriptions
-from jaxsp.reporting import metrics
+from jaxsp.run import build, metrics
 from jaxsp.runtime import jax_platform
-from jaxsp.setup import build
 from jaxsp.training import train_state
 from scripts.bench import cases, report, results, timing
 from scripts.bench.cases import Case

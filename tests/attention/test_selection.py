@@ -15,7 +15,7 @@ from jaxsp.attention.strategies.ulysses import Ulysses
 from jaxsp.attention.strategies.workload import LayerWorkload, count_workloads
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 from tests import batches
 from tests.messages import assert_names
 

@@ -11,8 +11,7 @@ import pytest
 
 from jaxsp.blocks import float8
 from jaxsp.core.errors import UserError
-from jaxsp.run import selfcheck
-from jaxsp.setup import resume
+from jaxsp.run import resume, selfcheck
 from jaxsp.training import trainable
 from tests import batches, messages
 from tests.training import runs

@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp.checkpoint import disk_space, files
 from jaxsp.core.errors import UserError
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 from tests import messages
 
 MIB = 2**20

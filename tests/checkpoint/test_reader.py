@@ -8,10 +8,10 @@ import pytest
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.core.errors import UserError
+from jaxsp.run import resume
+from jaxsp.run.early_stopping import EarlyStoppingState
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_paths
-from jaxsp.setup import resume
-from jaxsp.setup.run_config import RunConfig
-from jaxsp.training.early_stopping import EarlyStoppingState
 from tests import messages
 
 

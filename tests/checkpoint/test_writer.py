@@ -11,9 +11,9 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import checksums, files, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.run.early_stopping import EarlyStoppingState
+from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.runtime import run_paths
-from jaxsp.setup.run_config import CheckpointConfig
-from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
 from tests import batches
 

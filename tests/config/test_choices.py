@@ -22,10 +22,10 @@ from jaxsp.objectives.objective import Objective, PairObjective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.optimizers.registry import OPTIMIZERS, Optimizer
 from jaxsp.optimizers.schedules import SCHEDULES, Cosine, Schedule
-from jaxsp.reporting.trackers.logging_config import TRACKERS, LoggingConfig
-from jaxsp.reporting.trackers.tracker import Client, Tracker
-from jaxsp.reporting.trackers.trackers import Trackers
-from jaxsp.setup.config_file import Config
+from jaxsp.run.config_file import Config
+from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
+from jaxsp.run.trackers.tracker import Client, Tracker
+from jaxsp.run.trackers.trackers import Trackers
 from jaxsp.tasks.eval_config import EvalConfig
 from jaxsp.tasks.registry import TASKS
 from jaxsp.tasks.task import Task

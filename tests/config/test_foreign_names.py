@@ -8,7 +8,7 @@ import pytest
 from jaxsp.config import foreign_names
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 FOLDER = pathlib.Path(__file__).parent / "foreign"
 

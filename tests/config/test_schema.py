@@ -13,7 +13,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.formats.chats import Messages
 from jaxsp.objectives.registry import OBJECTIVE
 from jaxsp.optimizers.registry import OPTIMIZER
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 VALID = """
 run: {directory: runs/first, steps: 3}

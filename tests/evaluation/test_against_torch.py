@@ -13,7 +13,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.setup import build, config_file, initial_weights
+from jaxsp.run import build, config_file, initial_weights
 from tests import tolerances
 
 oracle = pytest.importorskip(

@@ -10,7 +10,7 @@ from jaxsp.core.errors import ProblemCollector
 from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
-from jaxsp.setup import build, config_file, initial_weights
+from jaxsp.run import build, config_file, initial_weights
 from tests import batches
 
 ROW_TOKENS = 384

@@ -21,8 +21,7 @@ import rich.console
 
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.core.errors import UserError
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
 from jaxsp.sharding import sharding
 from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxsp import cli, train
 from jaxsp.processes import distributed
-from jaxsp.reporting.step_log import StepLog
+from jaxsp.run.step_log import StepLog
 
 SLOW_S = 0.25
 

@@ -14,7 +14,7 @@ import yaml
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize, tokenizers
-from jaxsp.setup import config_file, model_files
+from jaxsp.run import config_file, model_files
 from tests import batches
 from tests.faults.fuzz_values import (
     HOSTILE_TEMPLATES,

@@ -14,8 +14,8 @@ from jaxsp import export, train
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
+from jaxsp.run import config_file
 from jaxsp.runtime import run_paths
-from jaxsp.setup import config_file
 from jaxsp.sharding import sharding
 from tests import batches, commands, messages
 from tests.faults import damage

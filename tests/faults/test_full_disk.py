@@ -17,11 +17,10 @@ from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.reporting.metrics import MetricsWriter
-from jaxsp.run import trainer
+from jaxsp.run import build, config_file, trainer
+from jaxsp.run.metrics import MetricsWriter
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.jsonl import AppendFile
-from jaxsp.setup import build, config_file
 from tests import batches, commands, messages
 
 pytestmark = pytest.mark.e2e

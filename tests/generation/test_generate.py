@@ -8,8 +8,7 @@ import rich.console
 
 from jaxsp import export, generate
 from jaxsp.core.errors import UserError
-from jaxsp.run import generate_command, trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, generate_command, trainer
 from tests import batches
 
 pytestmark = pytest.mark.e2e

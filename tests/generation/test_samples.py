@@ -9,7 +9,7 @@ from jaxsp.data.packing import dataset
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.generation import samples
 from jaxsp.generation.text_stream import TextStream
-from jaxsp.setup import config_file, stop_tokens
+from jaxsp.run import config_file, stop_tokens
 from tests import batches
 
 

@@ -21,10 +21,9 @@ from jaxsp.core import axes
 from jaxsp.memory import memory_compile, memory_problems
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
-from jaxsp.run import selfcheck
+from jaxsp.run import config_file, selfcheck
+from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.runtime import device_mesh
-from jaxsp.setup import config_file
-from jaxsp.setup.run_config import CheckpointConfig
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options, train_state, train_step, weight_init
 from jaxsp.training.specs import StepSpec

@@ -22,7 +22,7 @@ from jaxsp.hf import model_config, peft, text_part, weights, writer
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
 from jaxsp.model.adapter_config import AdapterConfig
-from jaxsp.setup import merging
+from jaxsp.run import merging
 from jaxsp.training import trainable
 from tests import batches, tolerances
 from tests.hf import multimodal, oracle

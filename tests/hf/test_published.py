@@ -13,7 +13,7 @@ from jaxsp.hf.folder import HubError
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.hf.rope import context_range
 from jaxsp.model import decoder, flops
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 REPO = pathlib.Path(__file__).parent.parent.parent
 

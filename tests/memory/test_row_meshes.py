@@ -18,8 +18,8 @@ from jaxsp.memory import (
     row_meshes,
 )
 from jaxsp.memory.available_memory import MemoryLimit
+from jaxsp.run import config_file
 from jaxsp.runtime import memory_limits
-from jaxsp.setup import config_file
 from tests import batches, messages
 
 FIELDS = batches.SMALL_LLAMA | {

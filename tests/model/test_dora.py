@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxsp.blocks.config import Lora
 from jaxsp.blocks.linear import Linear
-from jaxsp.setup import merging
+from jaxsp.run import merging
 from tests import batches
 
 NAME = "self_attn.o_proj"

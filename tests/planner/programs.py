@@ -9,7 +9,7 @@ from jaxsp.hf import model_config
 from jaxsp.memory import row_meshes
 from jaxsp.model import adapters
 from jaxsp.planner.compile import compiled
-from jaxsp.setup import config_file
+from jaxsp.run import config_file
 
 LLAMA = {
     "model_type": "llama",

@@ -10,7 +10,7 @@ import pytest
 import rich.console
 
 from jaxsp.processes import standard_streams
-from jaxsp.reporting.progress import Progress
+from jaxsp.run.progress import Progress
 
 
 def reader_is_gone():

@@ -20,8 +20,7 @@ from jaxsp.checkpoint import disk_space, reader
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, writer
 from jaxsp.model import adapters, decoder
-from jaxsp.run import preflight, trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, preflight, trainer
 from jaxsp.training import train_state, train_step, trainable
 from tests import batches, commands, tolerances
 from tests.messages import assert_names

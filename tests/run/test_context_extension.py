@@ -10,8 +10,7 @@ import rich.console
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.core.errors import UserError
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
 from tests import commands, messages, tolerances
 from tests.hf import oracle
 from tests.messages import assert_names

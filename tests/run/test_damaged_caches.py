@@ -13,7 +13,7 @@ from jaxsp.data.ingest import record_cache, token_stats
 from jaxsp.data.ingest.record_cache import DamagedCacheError
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.setup import config_file, data_sets
+from jaxsp.run import config_file, data_sets
 from tests import batches
 from tests.data.packing.test_row_reader import row_of
 

@@ -8,11 +8,9 @@ import pytest
 import rich.console
 
 from jaxsp import eval as evaluation
-from jaxsp.reporting import comparison
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, comparison, config_file, trainer
 from tests import batches, commands
-from tests.reporting import synthetic_runs
+from tests.run import synthetic_runs
 
 TASKS = [
     {"task": "needle", "lengths": [256, 300], "depths": 2, "samples": 1},

@@ -6,14 +6,13 @@ import pytest
 
 from jaxsp.checkpoint import files
 from jaxsp.core.errors import UserError
-from jaxsp.run import preflight
+from jaxsp.run import preflight, resume
+from jaxsp.run.inputs import StartPoint
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_paths
-from jaxsp.setup import resume
-from jaxsp.setup.run_config import RunConfig
-from jaxsp.training.inputs import StartPoint
 from tests import messages
 from tests.checkpoint.test_writer import make_meta
-from tests.reporting.test_trackers import make_config
+from tests.run.test_trackers import make_config
 
 
 def write_checkpoints(run, *steps):

@@ -13,7 +13,7 @@ import pytest
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.setup import build, config_file, initial_weights
+from jaxsp.run import build, config_file, initial_weights
 from tests.data.chat import chats
 
 torch = pytest.importorskip("torch", reason="the harness's own model needs torch")

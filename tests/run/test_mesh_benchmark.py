@@ -6,8 +6,8 @@ import pytest
 
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.run import benchmark as run_benchmark
+from jaxsp.run import config_file
 from jaxsp.run.benchmark import BenchmarkResult
-from jaxsp.setup import config_file
 from tests import messages
 
 MESHES = [

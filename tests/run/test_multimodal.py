@@ -8,8 +8,7 @@ import pytest
 import rich.console
 
 from jaxsp import export
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
 from tests import commands, messages, tolerances
 from tests.hf import multimodal, oracle
 from tests.messages import assert_names

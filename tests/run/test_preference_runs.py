@@ -15,8 +15,7 @@ from jaxsp import export
 from jaxsp.core.errors import UserError
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.hf import peft
-from jaxsp.run import references, trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, references, trainer
 from jaxsp.training import trainable
 from tests import batches, commands
 

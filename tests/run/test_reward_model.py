@@ -13,9 +13,8 @@ from jaxsp import export
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config
-from jaxsp.run import eval_command
-from jaxsp.setup import build, config_file
-from jaxsp.setup.given_model import GivenModel
+from jaxsp.run import build, config_file, eval_command
+from jaxsp.run.given_model import GivenModel
 from tests import batches, commands
 from tests.hf import oracle
 from tests.run import test_preference_runs

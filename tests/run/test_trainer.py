@@ -22,12 +22,11 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.run import preflight, trainer
+from jaxsp.run import build, config_file, preflight, trainer
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
-from jaxsp.setup import build, config_file
-from jaxsp.setup.run_config import RunConfig
 from jaxsp.training import train_step
 from jaxsp.training.train_state import TrainState
 from tests import batches, messages

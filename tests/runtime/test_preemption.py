@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import preemption
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
-from jaxsp.setup.run_config import RunConfig
 from tests import messages
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]

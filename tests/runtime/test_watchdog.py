@@ -13,15 +13,15 @@ import time
 import pytest
 
 from jaxsp.core import exit_codes
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_status, watchdog
 from jaxsp.runtime.run_status import Activity, RunStatus
 from jaxsp.runtime.watchdog import Watchdog
-from jaxsp.setup.run_config import RunConfig
 from tests import messages
 
 HANG = """
 import sys, time
-from jaxsp.setup.run_config import RunConfig
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_status, watchdog
 status = run_status.RunStatus()
 config = RunConfig(directory=sys.argv[1], step_timeout="0.6s")

@@ -14,8 +14,7 @@ from jaxsp.core import host_memory
 from jaxsp.memory import memory_compile, memory_fit
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.planner.compile import compiled
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
 from jaxsp.sharding import host_offload
 from jaxsp.training import train_step
 from tests import batches

@@ -13,7 +13,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import axes, host_memory
-from jaxsp.setup.run_config import CheckpointConfig
+from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.sharding import host_offload, replicas
 from jaxsp.training.train_state import TrainState
 from tests import batches, two_processes
@@ -100,7 +100,7 @@ import json, os, pathlib, sys
 import jax, numpy as np
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.setup.run_config import CheckpointConfig
+from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.processes import cluster, distributed
 from jaxsp.runtime import device_mesh, jax_platform

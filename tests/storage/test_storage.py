@@ -8,8 +8,8 @@ import time
 import pytest
 
 from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.setup.run_config import RunConfig
 from jaxsp.storage import object_store, run_storage
 from jaxsp.storage.object_store import ObjectStore
 from jaxsp.storage.run_storage import Uploads

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.optimizers import adamw8bit, optimizer, optimizer_state
-from jaxsp.setup.config_file import Config
+from jaxsp.run.config_file import Config
 from jaxsp.sharding import host_offload
 from tests import batches
 from tests.training import runs

@@ -18,9 +18,9 @@ from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
+from jaxsp.run.config_file import Config
 from jaxsp.runtime import device_mesh
 from jaxsp.runtime.mesh_config import MeshConfig
-from jaxsp.setup.config_file import Config
 from jaxsp.sharding import quantization, sharding
 from jaxsp.training import step_gradients, train_state, train_step, trainable
 from jaxsp.training.specs import StepSpec

@@ -27,8 +27,8 @@ from jaxsp.memory import (
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
+from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.runtime import run_paths
-from jaxsp.setup.run_config import CheckpointConfig
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import step_gradients, train_state, train_step
 from jaxsp.training.specs import StepSpec

@@ -9,9 +9,8 @@ import numpy as np
 import rich.console
 
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.reporting.report import page
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
+from jaxsp.run.report import page
 from jaxsp.training import loss, metric_table
 from jaxsp.training.metric_table import METRICS, Metric
 from tests import batches

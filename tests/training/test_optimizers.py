@@ -16,7 +16,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import host_memory
 from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
 from jaxsp.planner.cost import comms
-from jaxsp.setup.run_config import CheckpointConfig
+from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.sharding import host_offload
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances

@@ -23,8 +23,7 @@ import transformers
 
 from jaxsp import export
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.run import trainer
-from jaxsp.setup import build, config_file
+from jaxsp.run import build, config_file, trainer
 from tests import commands
 from tests.hf import oracle
 

@@ -14,8 +14,8 @@ from jaxsp.data.packing import dataset, row_reader
 from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
+from jaxsp.run import config_file
 from jaxsp.runtime import device_mesh
-from jaxsp.setup import config_file
 
 MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 

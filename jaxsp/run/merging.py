@@ -1,0 +1,150 @@
+"""Merges the trained weights of a run, such as adapters, with the frozen base of the run."""
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsp.blocks import layers
+from jaxsp.blocks.config import Lora, ModelConfig
+from jaxsp.blocks.layers import Parameter, RowGroups
+from jaxsp.checkpoint import base
+from jaxsp.core.errors import UserError
+from jaxsp.hf import folder, weights
+from jaxsp.hf.weights import WeightReader
+from jaxsp.model import decoder
+from jaxsp.run.config_file import Config
+from jaxsp.sharding import quantization, sharding
+from jaxsp.training import trainable
+
+ReadLayer = Callable[[int | None], np.ndarray]
+"""Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
+
+_Key = tuple[str, RowGroups | None, tuple[int, ...] | None]
+"""Name and rows of a parameter: see `Parameter.hf_rows`."""
+
+
+def merge_base(
+    checkpoint: pathlib.Path, trained: layers.Weights, *, config: Config, model: ModelConfig
+) -> tuple[layers.Weights, layers.Weights]:
+    """The whole model of a run with frozen weights.
+
+    Args: trained: the checkpoint's weights, float32, in the structure of `select_trained`.
+    Returns: the parameter table of the model without adapters, and its weights: functions that
+        read and merge one layer, as `hf.writer.export_model` takes them.
+    Raises: UserError if the base cannot be read, or is another one than in training.
+    """
+    if config.model.source is None:
+        suggestion = "Train all weights, without frozen groups."
+        if model.lora is not None:
+            suggestion = "Export the adapter: leave out --merge."
+        raise UserError(
+            f"{checkpoint}: its frozen weights are random (model.config), and in no file. "
+            f"{suggestion}"
+        )
+    source = folder.find(config.model.source)
+    plain_table = decoder.plain_table(model)
+    reader = weights.open_folder(source, plain_table)
+    table = trainable.build_table(model, config.step)
+
+    def open_weight(path: tuple[Any, ...], param: Parameter) -> ReadLayer:
+        array: Any = trained
+        if not param.is_trainable:
+            return functools.partial(_read_frozen, reader, param)
+        for key in path:
+            array = array[key.key]
+        return lambda layer: array if layer is None else array[param.find(layer)]
+
+    read = {_key(x): open_weight(path, x) for path, x in jax.tree.leaves_with_path(table)}
+    base.check_readable(checkpoint, table, lambda param: read[_key(param)])
+    merge = functools.partial(_merge_weight, read, model.lora)
+    return plain_table, jax.tree.map(merge, plain_table)
+
+
+def merge_state(
+    weights: layers.Weights, *, table: layers.Weights, model: ModelConfig
+) -> tuple[layers.Weights, layers.Weights]:
+    """The whole model of all weights of a run with frozen weights, like `merge_base`.
+
+    Args: weights: arrays of this process's devices or numpy's, as a training state has them.
+    """
+    read: dict[_Key, ReadLayer] = {}
+
+    def add(param: Parameter, stored: Any) -> None:
+        def read_layer(layer: int | None) -> np.ndarray:
+            """A layer, float32 and without padding."""
+            part = jax.tree.map(
+                lambda x: np.asarray(x if layer is None else x[param.find(layer)]), stored
+            )
+            whole = np.asarray(quantization.decode(param, part, jnp.dtype("float32")))
+            return np.asarray(sharding.remove_padding(param, whole))
+
+        read[_key(param)] = read_layer
+
+    jax.tree.map(add, table, weights)
+    merge = functools.partial(_merge_weight, read, model.lora)
+    plain_table = decoder.plain_table(model)
+    return plain_table, jax.tree.map(merge, plain_table)
+
+
+def _key(param: Parameter) -> _Key:
+    return param.hf_name, param.hf_rows, param.layers
+
+
+def _read_frozen(reader: WeightReader, param: Parameter, layer: int | None) -> np.ndarray:
+    """A layer of a frozen weight, as training used it."""
+    whole = reader.read(param, layer, tuple(slice(size) for size in param.shape))
+    stored = quantization.encode(param, whole)
+    return np.asarray(quantization.decode(param, stored, jnp.dtype("float32")))
+
+
+def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Parameter) -> ReadLayer:
+    """Function that returns a layer of a weight with its adapter, if it has one."""
+    read_weight = read[_key(param)]
+    if lora is None or not param.is_matrix:
+        return read_weight
+    stem = param.hf_name.removesuffix(".weight")
+    rows = param.hf_rows
+    tensor = param.adapted_tensor
+    if tensor is not None and tensor in lora.target_parameters:
+        stem = decoder.LAYER_PREFIX + lora.name_module(tensor)
+        rows = param.adapted_rows
+    read_a = read.get((f"{stem}.lora_A.weight", None, param.layers))
+    read_b = read.get((f"{stem}.lora_B.weight", rows, param.layers))
+    read_magnitude = read.get((f"{stem}.lora_magnitude_vector", rows, param.layers))
+    if read_a is None or read_b is None:
+        return read_weight
+
+    def merge(layer: int | None) -> np.ndarray:
+        magnitude = None if read_magnitude is None else read_magnitude(layer)
+        weights = read_weight(layer), read_a(layer), read_b(layer)
+        return merge_matrix(*weights, scale=lora.scale, magnitude_o=magnitude)
+
+    return merge
+
+
+def merge_matrix(
+    weight_oi: np.ndarray,
+    a_ri: np.ndarray,
+    b_or: np.ndarray,
+    *,
+    scale: float,
+    magnitude_o: np.ndarray | None = None,
+) -> np.ndarray:
+    """The matrix W + scale * B A, whose rows have DoRA's magnitudes as norms if there are any.
+
+    Shapes: experts' matrices have a dim of experts first.
+
+    All are float32. The operations and their order are those of PEFT's `merge_and_unload`.
+    """
+    merged_oi = weight_oi + (b_or @ a_ri) * np.float32(scale)
+    if magnitude_o is not None:
+        norms_o = np.sqrt(np.sum(np.square(merged_oi, dtype=np.float64), axis=-1))
+        # A row of zeros stays zero, as in training
+        factors_o = np.divide(magnitude_o, norms_o, out=np.zeros_like(norms_o), where=norms_o > 0)
+        merged_oi *= factors_o.astype(np.float32)[:, None]
+    return merged_oi

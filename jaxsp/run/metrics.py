@@ -1,0 +1,130 @@
+"""Numbers of steps and evaluations: metrics.jsonl, eval.jsonl, tasks.jsonl, and the trackers."""
+
+import dataclasses
+import pathlib
+
+import jax
+
+from jaxsp.core import units
+from jaxsp.run.trackers.trackers import Trackers
+from jaxsp.runtime import jsonl
+from jaxsp.runtime.jsonl import AppendFile
+from jaxsp.training.metric_table import Line
+
+METRICS_FILE = "metrics.jsonl"
+EVAL_FILE = "eval.jsonl"
+TASKS_FILE = "tasks.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+HARNESS_FILE = "lm_eval.jsonl"
+NEEDLE_PLOT = "needle.png"
+NONFINITE_FILE = "nonfinite_steps.jsonl"
+
+TRACKED_FILES = (METRICS_FILE, EVAL_FILE, TASKS_FILE)
+"""Files whose numbers the trackers show."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepFields:
+    """One line of metrics.jsonl: one training step. Undefined numbers are null.
+
+    Counts and losses mean the same on every mesh. attention_imbalance, times, speeds and memory
+    depend on the mesh.
+    """
+
+    step: int
+    """Number of steps so far, including this one. A step without loss tokens, or with a non-finite
+    loss or gradient norm, counts but changes no weight."""
+    epoch: int | None
+    """Pass over the data that the step's last row belongs to, from 1. null if sources have
+    weights."""
+    grad_norm: float | None
+    """Global norm of the step's gradient before clipping. null if it is not finite."""
+    learning_rate: float
+    """Learning rate of this update."""
+    num_tokens_total: int
+    """Sum of num_tokens over all steps so far."""
+    num_tokens_by_source: dict[str, int]
+    """num_tokens of each source, by name."""
+    padding_fraction: float
+    """Fraction of the step's token slots that no segment fills."""
+    attention_imbalance: float
+    """Attention work of the slowest devices relative to the mean over devices: 1 is balanced.
+    Groups wait for each other in each microbatch, and devices of a group in each layer, or with a
+    ring in each of its steps. The work of a row is the sum of its squared segment lengths."""
+    step_s: float
+    """Seconds from the end of the previous step to the end of this one, without evaluations and
+    checkpoints between them."""
+    data_wait_s: float
+    """Seconds of step_s that devices waited for the step's rows."""
+    checkpoint_wait_s: float | None
+    """Seconds that checkpoints have delayed steps since the previous line. null if none was
+    written."""
+    tokens_per_s: float
+    """num_tokens / step_s."""
+    tokens_per_s_per_device: float
+    """tokens_per_s divided by the number of devices."""
+    tflops_per_device: float
+    """TFLOP/s of required arithmetic on each device: causal attention within each document, without
+    recomputation."""
+    mfu: float | None
+    """tflops_per_device divided by the GPU's bfloat16 peak. null for unknown devices."""
+    device_peak_gib: float | None
+    """Highest memory use of any device of this process so far, in GiB. null on CPUs."""
+
+
+class MetricsWriter:
+    """Appends lines to the files of numbers, and gives the numbers to the trackers.
+
+    A line can be read as soon as it is written. Existing lines of steps after `from_step` are
+    removed: the run repeats those steps. Damaged lines are set aside. Process 0 writes; the others
+    ignore every call.
+    """
+
+    def __init__(
+        self, directory: pathlib.Path, *, from_step: int, trackers: Trackers | None = None
+    ):
+        self._directory = directory
+        self._files: dict[str, AppendFile] = {}
+        self._trackers = trackers
+        if jax.process_index() > 0:
+            return
+        for name in (*TRACKED_FILES, SAMPLES_FILE, NONFINITE_FILE):
+            jsonl.truncate_after(
+                directory / name, from_step, has_regular_steps=name == METRICS_FILE
+            )
+        for name in (METRICS_FILE, EVAL_FILE):
+            self._files[name] = AppendFile(directory / name)
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def sync(self) -> None:
+        """Makes the written lines survive a power failure. Raises: OSError if the disk is full."""
+        for file in self._files.values():
+            file.sync()
+
+    def write_step(self, line: Line) -> None:
+        """Writes the line of a training step."""
+        self.write(METRICS_FILE, line)
+
+    def write(self, file_name: str, line: Line) -> None:
+        """Writes a line of any of the files. The first one creates the file."""
+        if jax.process_index() > 0:
+            return
+        if file_name not in self._files:
+            self._files[file_name] = AppendFile(self._directory / file_name)
+        self._files[file_name].add(jsonl.to_line(line))
+        if self._trackers is not None and file_name in TRACKED_FILES:
+            self._trackers.log(line)
+
+
+def peak_gib(devices: list[jax.Device]) -> float | None:
+    """Returns the highest memory use of any of these devices so far; None if not reported."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("peak_bytes_in_use" in device_stats for device_stats in stats):
+        return None
+    return max(device_stats["peak_bytes_in_use"] for device_stats in stats) / units.GIB

@@ -1,0 +1,117 @@
+"""Preview of the training data: records of each source, with the tokens that have a loss.
+
+Printed by `jaxsp train CONFIG.yaml --preview`.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.text
+
+from jaxsp.core import errors
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import ProblemCollector, at
+from jaxsp.data.ingest import sources
+from jaxsp.data.tokenization import documents
+from jaxsp.data.tokenization.documents import Example
+from jaxsp.hf import folder
+from jaxsp.run import model_files
+from jaxsp.run.config_file import Config
+
+_MAX_TOKENS = 400
+_MAX_CHAT_TOKENS = 4000
+"""Maximum number of tokens shown of a document: its first and last half. All tokens of a text have
+a loss; in a chat, a user wants to see which messages have one."""
+
+
+def print_preview(
+    config: Config, console: rich.console.Console, *, num_records: int | None = None
+) -> None:
+    """Prints records of each training source and marks the tokens with a loss.
+
+    Reads, renders and tokenizes as training does, but only the records it shows. Needs no device.
+
+    Args: num_records: the first ones; None: the first one, and one of each kind of chat (for
+        example with tool calls), see `documents.list_kinds`.
+    Raises: UserError with the problems of all sources.
+    """
+    problems = ProblemCollector()
+    tokenizer = None
+    model_folder = None
+    model = config.model
+    if model.tokenizer or any(source.needs_tokenizer for source in config.data.train):
+        if model.tokenizer is None and model.source is not None:
+            model_folder = folder.find(model.source)
+        tokenizer = model_files.load_tokenizer(config, model_folder, None)
+    for number, source in enumerate(config.data.train):
+        num_problems = len(problems)
+        field = f"data.train.{number}.source"
+        with problems.collect(), at(field, source.source):
+            records = sources.read(source, data=config.data)
+            unread = sources.list_unread_fields(source)
+            encoded = documents.encode_examples(
+                records,
+                source=source,
+                data=config.data,
+                tokenizer=tokenizer,
+                num_records=num_records,
+            )
+            name = f"{field} = {source.source}"
+            is_chat = source.is_chat
+            max_tokens = _MAX_CHAT_TOKENS if is_chat else _MAX_TOKENS
+            for example_number, example in enumerate(encoded):
+                if not example_number and unread:
+                    names = ", ".join(map(str, unread))
+                    text = f"{name}: fields that nothing reads: {names}\n"
+                    console.print(text, highlight=False, soft_wrap=True)
+                _print_example(example, name, tokenizer, console, max_tokens=max_tokens)
+        if number + 1 < len(config.data.train):
+            # Also printed here, next to their source; all are raised again at the end
+            for problem in problems[num_problems:]:
+                console.print(f"{problem}\n", highlight=False, soft_wrap=True)
+    problems.raise_if_any()
+
+
+def _print_example(
+    example: Example, name: str, tokenizer: Any, console: rich.console.Console, *, max_tokens: int
+) -> None:
+    """Prints a title, the numbers of tokens, and the text with its loss spans highlighted."""
+    _, tokens, labels, _ = example
+    has_loss = np.ones(len(tokens), bool) if labels is None else labels != NO_LABEL
+    has_loss[:1] = False  # the first token is never a target
+    legend = _highlight("like this" if has_loss.any() else "nothing", console)
+    kinds = f" ({', '.join(example.kinds)})" if example.kinds else ""
+    title = errors.escape(f"{name}: {example.place}{kinds}")
+    text = rich.text.Text(f"{title}\n{len(tokens):,} tokens, ")
+    text.append(f"{has_loss.sum():,} of them with a loss, ").append(legend).append("\n\n")
+    half = max_tokens // 2
+    spans = [(0, len(tokens))]
+    if len(tokens) > 2 * half:
+        spans = [(0, half), (len(tokens) - half, len(tokens))]
+    for start, stop in spans:
+        if start:
+            text.append(f"\n\n... {start - half:,} tokens ...\n\n")
+        changes = np.flatnonzero(np.diff(has_loss[start:stop])) + start + 1
+        for first, last in itertools.pairwise([start, *changes, stop]):
+            part = errors.escape(_decode(tokens[first:last], tokenizer), keep="\n\t")
+            text.append(_highlight(part, console) if has_loss[first] else part)
+    console.print(text.append("\n"), highlight=False, soft_wrap=True)
+
+
+def _decode(tokens: np.ndarray, tokenizer: Any) -> str:
+    """Text of tokens, including special tokens; their ids without a tokenizer."""
+    if tokenizer is None:
+        return "".join(f" {token}" for token in tokens)
+    return tokenizer.decode(
+        tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def _highlight(part: str, console: rich.console.Console) -> rich.text.Text:
+    """Text with a loss: in color, or in brackets. Line breaks are tokens too and made visible."""
+    part = part.replace("\n", "\u21b5\n")
+    if console.is_terminal and not console.no_color:
+        return rich.text.Text(part, style="black on green")
+    return rich.text.Text(f"\u27e6{part}\u27e7")

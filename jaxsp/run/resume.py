@@ -1,0 +1,318 @@
+"""Resuming: which checkpoint a run continues from, and whether the config still fits it."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsp.blocks.config import LayerConfig, ModelConfig
+from jaxsp.checkpoint import files
+from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
+from jaxsp.config import yaml_io
+from jaxsp.core import errors, paths, urls
+from jaxsp.core import files as core_files
+from jaxsp.core.errors import UserError, at
+from jaxsp.data.packing import dataset
+from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.hf import model_config
+from jaxsp.model import decoder
+from jaxsp.optimizers import param_groups
+from jaxsp.run import config_changes, config_file
+from jaxsp.run.config_file import Config
+from jaxsp.run.inputs import StartPoint
+from jaxsp.run.run_config import RunConfig
+from jaxsp.runtime import run_dir, run_paths
+from jaxsp.storage import run_storage
+
+_NO_START = -2
+"""Sent to the other processes instead of a step by a process that cannot start."""
+
+_UNNUMBERED = -1
+"""Sent instead of a step if the checkpoint's folder is not called by its step."""
+
+
+def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
+    """Finds the checkpoint that a run resumes from; None for a new run.
+
+    Args:
+        skip: damaged checkpoints.
+    Raises: UserError if run.resume requires a checkpoint and there is none, or run.directory cannot
+        be used.
+    """
+    directory = run_paths.local_dir(run)
+    with at("run.directory", directory):
+        paths.check_folder(directory)
+    if run.resume not in ("auto", "never") and not urls.is_url(run.resume):
+        with at("run.resume", run.resume):
+            paths.check_folder(pathlib.Path(run.resume))
+    has_files = directory.is_dir() and any(
+        path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
+    )
+    first_resume = None  # the checkpoint of another run that this one started from
+    with contextlib.suppress(UserError):  # there is no file, or another version wrote it
+        saved_resume = config_file.load(directory / run_paths.CONFIG_FILE, []).run.resume
+        if saved_resume not in ("auto", "never"):
+            first_resume = saved_resume
+    # the same command again resumes the run, also one that started from another run's checkpoint
+    if run.resume in ("auto", first_resume):
+        with at("run.directory", run.directory):
+            if has_files and not (directory / run_paths.CONFIG_FILE).is_file():
+                raise UserError(
+                    "contains files that are not a run's. Name a folder that is new or empty."
+                )
+            checkpoint = _find_own_checkpoint(run, first_resume, skip)
+        if checkpoint is not None or run.resume == "auto":
+            return checkpoint
+    elif has_files:
+        raise UserError(
+            f"run.directory = {run.directory}: is not empty. Remove it, name another folder "
+            f"(run.directory={run.directory}-2), or resume with run.resume=auto."
+        )
+    if run.resume == "never":
+        return None
+    with at("run.resume", run.resume):
+        checkpoint = run_paths.find_latest(run_storage.make_local(run.resume), exclude=skip)
+        if checkpoint is None:
+            raise UserError(
+                "contains no checkpoint. Use a run's directory, a folder in its checkpoints/, auto "
+                "or never."
+            )
+        return checkpoint
+
+
+def _find_own_checkpoint(
+    run: RunConfig, first_resume: str | None, skip: Sequence[pathlib.Path]
+) -> pathlib.Path | None:
+    """Latest checkpoint in the run's own directory.
+
+    Raises: UserError if it had checkpoints but all are damaged or gone, and if it started from
+        another run's checkpoint but has none of its own yet.
+    """
+    directory = run_paths.local_dir(run)
+    checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
+    if checkpoint is not None:
+        return checkpoint
+    checkpoints = directory / run_paths.CHECKPOINTS_DIR
+    damaged = directory / run_paths.DAMAGED_DIR
+    elsewhere = f"or start again in another folder: run.directory={run.directory}-2."
+    if damaged.is_dir():
+        raise UserError(
+            f"all its checkpoints are damaged; they are in {damaged}. Put a copy of one into "
+            f"{checkpoints}, {elsewhere}"
+        )
+    last = core_files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
+    if last is not None:
+        raise UserError(
+            f"this run has written a checkpoint after step {last.get('step')}, but {checkpoints} "
+            f"has none. Put it back (is its disk mounted?), {elsewhere}"
+        )
+    if first_resume is not None and run.resume != first_resume:
+        raise UserError(
+            f"this run started from {first_resume} and ended before it wrote a checkpoint. Start "
+            f"it again from there: run.resume={first_resume}."
+        )
+    return None
+
+
+def check_same_checkpoint(
+    run: RunConfig, checkpoint: pathlib.Path | None, problems: Sequence[str]
+) -> None:
+    """Checks that all processes resume from the same step. All of them must call it.
+
+    Args:
+        problems: reasons why this process cannot start.
+    Raises: UserError in all processes if one has problems, or if they see different checkpoints.
+    """
+    if jax.process_count() == 1:
+        return
+    name = "0" if checkpoint is None else checkpoint.name
+    local_step = int(name) if name.isdecimal() else _UNNUMBERED
+    steps = multihost_utils.process_allgather(np.int32(_NO_START if problems else local_step))
+    if (steps == _NO_START).any():
+        reason = f"process {steps.argmin()} cannot start; it prints the reason."
+        raise UserError(problems or f"run.directory = {run.directory}: {reason}")
+    check_same_step(run, steps)
+
+
+def check_same_step(run: RunConfig, steps: np.ndarray) -> None:
+    """Checks the first steps of all processes. Raises: UserError if they differ."""
+    different = np.unique(steps).tolist()
+    if len(different) > 1:
+        raise UserError(
+            f"run.directory = {run.directory}: processes would begin at steps "
+            f"{errors.format_choices(different)}, because they see different checkpoints. "
+            "Name a folder that all nodes share."
+        )
+
+
+def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
+    """Lets a run resume from the checkpoint before a damaged one, and returns a line for the user.
+
+    Process 0 moves a damaged checkpoint of the run itself away; another run's stays where it is.
+
+    Raises: DamagedCheckpointError if run.resume names this checkpoint.
+    """
+    problem = f"{damage.path} IS DAMAGED: {damage.reason}."
+    if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
+        moved = files.set_aside(damage.path)
+        return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
+    with at("run.resume", run.resume):
+        source = run_storage.make_local(run.resume)
+    if run_paths.find_latest(source) == pathlib.Path(source).resolve():
+        raise damage
+    return f"{problem} It was not moved; the run resumes from the checkpoint before it."
+
+
+def find_model_dir(checkpoint: pathlib.Path) -> pathlib.Path | None:
+    """Folder with the model's small files in the run of a checkpoint; None outside of a run."""
+    directory = run_paths.find_run_dir(checkpoint)
+    if directory is None or not (directory / "model").is_dir():
+        return None
+    return directory / "model"
+
+
+def make_start_point(
+    meta: CheckpointMeta,
+    checkpoint: pathlib.Path,
+    config: Config,
+    *,
+    model: ModelConfig,
+    data: PackedDataset,
+) -> StartPoint:
+    """Builds the starting point of a run from a checkpoint.
+
+    Raises: UserError if the checkpoint is of another model, optimizer or data.
+    """
+    saved = config_file.parse(meta.config)
+    merge = " --merge" if saved.adapter.type != "none" else ""
+    suggestion = (
+        "Undo the change, or start a new run with these weights: jaxsp export "
+        f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
+    )
+    differences = _list_model_differences(meta, checkpoint, saved, config, model)
+    if saved.optimizer.state_kind != config.optimizer.state_kind:
+        field = "name" if saved.optimizer.name != config.optimizer.name else "momentum"
+        differences.append(
+            f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}."
+        )
+    params = jax.tree.leaves(decoder.param_table(model))
+    frozen, saved_frozen = (
+        {param.hf_name for param in params if param_groups.is_frozen(each.optimizer, param)}
+        for each in (config, saved)
+    )
+    if changed := sorted(frozen ^ saved_frozen):
+        state = "frozen" if changed[0] in saved_frozen else "trained"
+        differences.append(f"optimizer.groups: {changed[0]} is {state} in {checkpoint}.")
+    problems = [f"{difference} {suggestion}" for difference in differences]
+    rows_consumed = meta.rows_consumed
+    changes = config_changes.list_changes(saved, config)
+    if data_changes := dataset.describe_changes(
+        meta.data, data.fingerprint(config.data, seed=config.run.seed)
+    ):
+        text = "; ".join(data_changes)
+        has_same_length = saved.data.row_tokens == config.data.row_tokens
+        if config.run.on_data_change == "error":
+            fields = [x for x in changes if x.startswith(config_changes.TOKEN_FIELDS)]
+            reason = f" (changed: {', '.join(fields)})" if fields else ""
+            alternative = " or continue (skip as many new rows)" if has_same_length else ""
+            problems.append(
+                f"{text}{reason}: the rows are not those that {checkpoint} has consumed "
+                f"({meta.rows_consumed:,} rows of {saved.data.row_tokens:,} tokens). Undo the "
+                "change, or set run.on_data_change=restart (start with the first of the new rows)"
+                f"{alternative}."
+            )
+        elif config.run.on_data_change == "continue" and not has_same_length:
+            problems.append(
+                f"{text}: run.on_data_change = continue: must have the same data.row_tokens as "
+                "before. Use restart."
+            )
+        if config.run.on_data_change == "restart":
+            effect = "starts with the first of the new rows"
+            rows_consumed = 0
+        else:
+            effect = f"skips as many new rows as were consumed of the old ones ({rows_consumed:,})"
+        changes = (*changes, f"{text}: {effect}")
+    if problems:
+        raise UserError(problems)
+    return StartPoint(
+        checkpoint=checkpoint,
+        step=meta.step,
+        rows_consumed=rows_consumed,
+        num_tokens=meta.num_tokens_total,
+        has_pending_evaluation=meta.has_pending_evaluation,
+        early_stopping=meta.early_stopping,
+        config_changes=changes,
+    )
+
+
+def _list_model_differences(
+    meta: CheckpointMeta,
+    checkpoint: pathlib.Path,
+    saved_config: Config,
+    config: Config,
+    model: ModelConfig,
+) -> list[str]:
+    """Differences between the model and adapter of a checkpoint and those of the config."""
+    adapter = vars(config.adapter)
+    if config.adapter.type != saved_config.adapter.type:
+        adapter = {"type": config.adapter.type}
+    before = {name: getattr(saved_config.adapter, name) for name in adapter}
+    lines = [
+        f"adapter.{name} = {yaml_io.format_value(value)}: is "
+        f"{yaml_io.format_value(before[name])} in {checkpoint}."
+        for name, value in adapter.items()
+        if name != "source" and value != before[name]
+    ]
+    saved = model_config.parse_model_config(
+        meta.model, field="model.config", row_tokens=saved_config.data.row_tokens
+    )
+    saved = _without_training_choices(saved)
+    model = _without_training_choices(model)
+    pairs = {name: (value, getattr(saved, name)) for name, value in vars(model).items()}
+    del pairs["layers"], pairs["lora"]
+    pairs |= _pair_layers(model.layers, saved.layers)
+    return lines + [
+        f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}."
+        for name, (value, saved_value) in pairs.items()
+        if value != saved_value
+    ]
+
+
+def _without_training_choices(model: ModelConfig) -> ModelConfig:
+    """The model without what may change from step to step: the dtype of products, the kernel of
+    experts, and the losses of routers."""
+    model = dataclasses.replace(model, linear_dtype=None)
+    if model.experts is None:
+        return model
+    experts = dataclasses.replace(model.experts, kernel="xla", aux_loss_coef=0.0, z_loss_coef=0.0)
+    return dataclasses.replace(model, experts=experts)
+
+
+def _pair_layers(
+    layers: Sequence[LayerConfig], saved: Sequence[LayerConfig]
+) -> dict[str, tuple[object, object]]:
+    """Value and saved value, by name, of what differs between the layers of two models."""
+    if len(layers) != len(saved):
+        return {"num_layers": (len(layers), len(saved))}
+    differences: dict[str, tuple[object, object]] = {}
+    for field in ("mixer", "feed_forward", "window", "rope"):
+        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(layers, saved, strict=True)]
+        numbers = [number for number, (now, before) in enumerate(pairs) if now != before]
+        if not numbers:
+            continue
+        now, before = pairs[numbers[0]]
+        if field == "rope":
+            now, before = (rope and rope.description for rope in (now, before))
+        if now == before:
+            before = "a RoPE with other frequencies or another scale"
+        names = f"layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}"
+        if len(numbers) > 3:
+            names += f" and {len(numbers) - 3} more"
+        if len(numbers) == len(layers):
+            names = "all layers"
+        differences[f"{field} of {names}"] = (now, before)
+    return differences

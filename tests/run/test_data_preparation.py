@@ -1,0 +1,92 @@
+"""--prepare-data: the data of a run is read, tokenized and printed, and training finds it."""
+
+import json
+import re
+
+import datasets
+import jax
+import pytest
+
+from jaxsp import train
+from jaxsp.core.errors import UserError
+from jaxsp.data.tokenization import tokenize
+from jaxsp.run import build, config_file, data_sets
+from tests.data.chat import chats
+from tests.messages import assert_names
+
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+CONFIG = """
+run: {directory: run, epochs: 2}
+model:
+  tokenizer: bytes
+  config: {model_type: llama, vocab_size: 257, hidden_size: 8, num_hidden_layers: 1,
+    num_attention_heads: 1, intermediate_size: 8}
+data:
+  train:
+    - {source: a.txt, format: text}
+    - {source: talk.jsonl, format: messages}
+  eval: [{source: b.txt, format: text}]
+  row_tokens: 64
+  chat_template: chat.jinja
+batch: {rows_per_step: 8}
+optimizer: {learning_rate: 0.1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    (tmp_path / "b.txt").write_text("y" * 100)
+    (tmp_path / "chat.jinja").write_text(chats.CHATML)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+
+
+def test_a_later_run_finds_the_tokens(monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
+        train.main(["c.yaml", "--prepare-data"])
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(tokenize, "_map_dataset", lambda *_, **__: pytest.fail("tokenizes again"))
+    _, inputs = build.build_training(config_file.load("c.yaml", []), devices=jax.devices()[:1])
+    num_tokens = int(inputs.train_set.documents.segments.length.sum())
+    assert re.search(rf"^data +2 documents .*\b{num_tokens:,} tokens", printed, re.MULTILINE)
+    assert re.search(rf"^steps +{len(inputs.schedule)} steps$", printed, re.MULTILINE)
+    assert re.search(r"^eval +b.txt \(1 document, 101 tokens", printed, re.MULTILINE)
+
+
+def test_problems_of_model_and_data_are_reported_together():
+    changes = ["data.train.0.source=not-here.txt", "model.config.hidden_size=null"]
+    with pytest.raises(UserError) as error:
+        train.main(["c.yaml", "--prepare-data", *changes])
+    assert_names(error.value, "not-here.txt", "model.config.hidden_size")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (["mesh.seq=5"], ["data.row_tokens = 64", "5"]),
+        (["data.row_tokens=1002", "mesh.seq=4"], ["data.row_tokens = 1002", "4"]),
+        (["mesh.data=3"], ["batch.rows_per_step = 8", "3"]),
+        (["mesh.replica=3", "batch.rows_per_microbatch=auto"], ["batch.rows_per_step = 8", "3"]),
+    ],
+)
+def test_rows_that_no_number_of_devices_divides_are_refused(changes, parts):
+    with pytest.raises(UserError) as error:
+        train.main(["c.yaml", "--prepare-data", *changes])
+    assert_names(error.value, *parts)
+
+
+def test_a_mesh_that_fits_some_number_of_devices_is_prepared(capsys):
+    changes = ["data.row_tokens=64", "mesh.seq=2", "batch.rows_per_microbatch=2"]
+    train.main(["c.yaml", "--prepare-data", *changes])
+    assert "steps" in capsys.readouterr().out
+
+
+def test_the_mend_of_a_tokenizer_larger_than_the_embedding_adds_rows():
+    changes = ["model.source=base", "model.config=null", "model.tokenizer=null"]
+    suggestion = data_sets._suggest_vocabulary(config_file.load("c.yaml", changes))
+    assert_names(suggestion, "resize_token_embeddings(len(tokenizer))", "save_pretrained")
