@@ -9,11 +9,12 @@ import pytest
 
 from jaxsp.attention.kernels.cudnn import cudnn_bins
 from jaxsp.hf import model_config, published
-from jaxsp.memory import memory_problems, row_meshes
+from jaxsp.memory import memory_problems
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled, hlo
 from jaxsp.planner.cost import comms
 from jaxsp.run import config_file
+from jaxsp.training.specs import make_spec
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +38,7 @@ def compiled_step(config):
     model = model_config.parse_model_config(config.model.config, field="model.config")
     count = config.mesh.data * config.mesh.seq
     devices = compiled.make_devices("h100-80gb", count)
-    return compiled.compile_step(row_meshes.make_step_spec(config, model, devices=devices))
+    return compiled.compile_step(make_spec(config.step, model, devices=devices))
 
 
 def small_step(slots, **memory):
@@ -142,11 +143,13 @@ def test_a_recipe_fits_its_gpus_and_states_its_memory(name):
         path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"]
     )
     model = model_config.parse_model_config(config.model.config, field="model.config")
-    if problems := memory_problems.find_problems(config, platform="gpu", model=model):
+    if problems := memory_problems.find_problems(config.step, platform="gpu", model=model):
         pytest.skip(problems[0])
     groups = config.mesh.data
     plan = planning.plan_step(
-        config, model=model, cluster=compiled.make_cluster("h100-80gb", groups * config.mesh.seq)
+        config.step,
+        model=model,
+        cluster=compiled.make_cluster("h100-80gb", groups * config.mesh.seq),
     )
     assert plan.fits
     least, most = re.search(r"Planned\D*(?:(\d+) to )?(\d+) GiB", path.read_text()).groups()

@@ -17,6 +17,7 @@ from jaxsp.processes import cluster, distributed, hardware
 from jaxsp.processes.cluster import Process
 from jaxsp.run.config_file import Config
 from jaxsp.runtime import device_mesh, jax_platform, memory_limits
+from jaxsp.training.step_config import StepConfig
 
 ONE_PROCESS = Process()
 
@@ -40,8 +41,8 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
                 fields, field=field, row_tokens=config.data.row_tokens
             )
             model = peft.resolve(config.adapter, model).model
-        pool_bytes = estimate_pool_bytes(config, model, num_devices)
-        outside_bytes = estimate_outside_bytes(config, model, num_devices)
+        pool_bytes = estimate_pool_bytes(config.step, model, num_devices)
+        outside_bytes = estimate_outside_bytes(config.step, model, num_devices)
     jax_platform.choose_platform(
         virtual_cpu_devices=config.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
@@ -58,7 +59,9 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
             distributed.log(warning)
 
 
-def estimate_pool_bytes(config: Config, model: ModelConfig | None, num_devices: int) -> int | None:
+def estimate_pool_bytes(
+    config: StepConfig, model: ModelConfig | None, num_devices: int
+) -> int | None:
     """Size of XLA's pool of pinned host memory for each GPU.
 
     None if nothing is offloaded, if the model is unknown, or if mesh.seq or
@@ -67,24 +70,26 @@ def estimate_pool_bytes(config: Config, model: ModelConfig | None, num_devices: 
     memory = config.memory
     if memory.offload_activations == memory.offload_optimizer == "none":
         return None
-    if model is None or "auto" in (config.mesh.seq, config.batch.rows_per_microbatch):
+    if model is None or "auto" in (config.mesh.seq, config.rows_per_microbatch):
         return None
     num_shards = max(1, num_devices // config.mesh.replica)
     return memory_formula.pool_bytes(
-        memory_formula.offloaded_bytes(model, config.step, num_shards=num_shards)
+        memory_formula.offloaded_bytes(model, config, num_shards=num_shards)
     )
 
 
-def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_devices: int) -> float:
+def estimate_outside_bytes(
+    config: StepConfig, model: ModelConfig | None, num_devices: int
+) -> float:
     """Memory of each GPU that CUDA and NCCL need.
 
     The maximum of all meshes that `auto` may choose. Without a model, that of Ulysses.
     """
-    step = config.step.with_one_row_for_auto()
-    candidates = [step]
-    if step.mesh.seq == "auto":
-        degrees = row_meshes.list_degrees(step, num_devices)
-        candidates = [step.change(mesh={"seq": seq}) for seq in degrees]
+    config = config.with_one_row_for_auto()
+    candidates = [config]
+    if config.mesh.seq == "auto":
+        degrees = row_meshes.list_degrees(config, num_devices)
+        candidates = [config.change(mesh={"seq": seq}) for seq in degrees]
     nccl_bytes = [0.0]
     for candidate in candidates:
         with contextlib.suppress(UserError):  # reported later, with all others

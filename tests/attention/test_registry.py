@@ -89,14 +89,14 @@ def toys(monkeypatch):
 def settings(**attention_fields):
     """A config of 2 devices per group. `construct` skips the config's list of names."""
     config = runs.make_spec({}, sizes=(1, 1, SEQ)).config
-    return config.model_copy(
-        update={"attention": AttentionConfig.model_construct(**attention_fields)}
-    )
+    return config.change(attention=AttentionConfig.model_construct(**attention_fields))
 
 
 def test_a_toy_strategy_and_kernel_attend_and_train_correctly(toys):
     config = settings(strategy="gather_all", kernel="whole_matrix")
-    choice = choose_attention(config, runs.MODEL, devices=jax.devices()[:SEQ])
+    choice = choose_attention(
+        config.attention, config.rows, runs.MODEL, devices=jax.devices()[:SEQ]
+    )
     assert (choice.strategy, choice.kernel) == (
         combine(1, GatherAll(degree=SEQ)),
         WholeMatrix(),
@@ -119,7 +119,10 @@ def test_a_toy_strategy_and_kernel_attend_and_train_correctly(toys):
 
 
 def test_auto_considers_a_toy_strategy_and_a_toy_kernel(toys):
-    choice = choose_attention(settings(), runs.MODEL, devices=jax.devices()[:SEQ])
+    config = settings()
+    choice = choose_attention(
+        config.attention, config.rows, runs.MODEL, devices=jax.devices()[:SEQ]
+    )
     considered = [choice.strategy.description, *(name for name, _ in choice.alternatives)]
     assert "gather_all of 2" in considered
     assert choice.kernel == WholeMatrix()

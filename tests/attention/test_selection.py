@@ -1,10 +1,12 @@
 """Choice of the kernel, its settings, and the errors for kernels that cannot run."""
 
+import dataclasses
 import types
 
 import jax
 import pytest
 
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.choice import describe_choice
 from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
@@ -12,10 +14,9 @@ from jaxsp.attention.kernels.kernel import KernelWorkload, ScoreConfig
 from jaxsp.attention.selection import choose_attention
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.attention.strategies.ulysses import Ulysses
-from jaxsp.attention.strategies.workload import LayerWorkload, count_workloads
+from jaxsp.attention.strategies.workload import GroupRows, LayerWorkload, count_workloads
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
-from jaxsp.run import config_file
 from tests import batches
 from tests.messages import assert_names
 
@@ -53,28 +54,20 @@ def choose(
     max_segments=64,
     rows_per_microbatch=1,
     dtype="bfloat16",
-    remat="auto",
     deterministic=False,
     **attention_fields,
 ):
-    config = config_file.parse(
-        {
-            "run": {"directory": "unused", "steps": 1, "deterministic": deterministic},
-            "model": {"config": {}, "compute_dtype": dtype},
-            "mesh": {"seq": seq},
-            "attention": attention_fields,
-            "data": {
-                "train": [{"source": "unused", "format": "tokens"}],
-                "row_tokens": row_tokens,
-                "max_segments_per_row": max_segments,
-            },
-            "batch": {"rows_per_step": 1, "rows_per_microbatch": rows_per_microbatch},
-            "memory": {"remat": remat},
-            "optimizer": {"learning_rate": 1.0},
-        }
+    rows = GroupRows(
+        num_rows=rows_per_microbatch,
+        row_tokens=row_tokens,
+        max_segments=max_segments,
+        seq=seq,
+        dtype=dtype,
+        is_deterministic=deterministic,
     )
     return choose_attention(
-        config,
+        AttentionConfig(**attention_fields),
+        rows,
         make_model(heads, window=window, layer_scores=layer_scores),
         devices=[device],
         device_bytes=device_bytes,
@@ -359,10 +352,8 @@ def test_layers_are_counted_by_workload():
     model = make_model((32, 8, 128), layer_scores=[*GEMMA, ScoreConfig(scale=1.0)])
 
     def count(row_tokens: int) -> dict[int | None, int]:
-        config = batches.make_config()
-        data = config.data.model_copy(update={"row_tokens": row_tokens})
-        config = config.model_copy(update={"data": data})
-        counts = count_workloads(config, model)
+        rows = dataclasses.replace(batches.make_config().step.rows, row_tokens=row_tokens)
+        counts = count_workloads(rows, model)
         return {layer.window: number for layer, number in counts.items()}
 
     assert count(2048) == {1024: 5, None: 2}

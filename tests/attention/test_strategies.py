@@ -18,7 +18,7 @@ from jaxsp.attention.selection import choose_strategy
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
-from jaxsp.attention.strategies.workload import LayerWorkload
+from jaxsp.attention.strategies.workload import GroupRows, LayerWorkload
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing import packing
 from tests import batches, tolerances
@@ -64,14 +64,8 @@ def chosen(seq, H, G, *, window=None, **attention_fields):
     model = types.SimpleNamespace(
         num_heads=H, num_kv_heads=G, head_dim=128, layer_scores=[ScoreConfig(window=window)]
     )
-    config = batches.make_config()
-    update = {
-        "model": config.model.model_copy(update={"compute_dtype": "bfloat16"}),
-        "mesh": config.mesh.model_copy(update={"seq": seq}),
-        "attention": AttentionConfig(**attention_fields),
-        "data": config.data.model_copy(update={"row_tokens": 1000 * seq}),
-    }
-    return choose_strategy(config.model_copy(update=update), model)
+    rows = GroupRows(num_rows=1, row_tokens=1000 * seq, max_segments=64, seq=seq, dtype="bfloat16")
+    return choose_strategy(AttentionConfig(**attention_fields), rows, model)
 
 
 def cases():

@@ -12,7 +12,7 @@ import pytest
 from jaxsp.blocks import float8
 from jaxsp.core.errors import UserError
 from jaxsp.run import resume, selfcheck
-from jaxsp.training import trainable
+from jaxsp.training import step_descriptions
 from tests import batches, messages
 from tests.training import runs
 
@@ -105,7 +105,7 @@ def test_a_model_without_such_products_is_refused():
 def test_the_matrices_with_such_products_are_counted():
     def describe(model):
         spec = runs.make_spec({}, model=dataclasses.replace(model, linear_dtype="float8"))
-        return trainable.describe(spec.table, spec.model, spec.config)
+        return step_descriptions.describe_weights(spec)
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     assert "(14 matrices multiplied in float8)" in describe(batches.model(**sizes))

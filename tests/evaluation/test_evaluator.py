@@ -7,7 +7,7 @@ from tests.data.packing import test_dataset, test_loader
 def digest_of(lengths, row_tokens, **fields):
     config = test_loader.settings_of(row_tokens=row_tokens)
     data = test_dataset.data_of([lengths], config, **fields)
-    return evaluator.identify_eval_set(data, config)["digest"]
+    return evaluator.identify_eval_set(data)["digest"]
 
 
 def test_digest_changes_with_the_row_length_only_if_a_document_is_cut():

@@ -13,7 +13,6 @@ from jaxsp.evaluation import position_losses
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.position_losses import PositionSums
 from jaxsp.evaluation.token_losses import TokenLosses
-from jaxsp.runtime.mesh_config import MeshConfig
 from jaxsp.training.specs import StepSpec
 from tests import batches
 from tests.attention.strategies import make_strategy
@@ -45,12 +44,14 @@ QUICK = ("2 x 4", "ring")
 
 
 def make_spec(sizes=(1, 1, 1), **how):
-    base = batches.make_config()
-    data = base.data.model_copy(update={"row_tokens": ROW_TOKENS})
-    batch = base.batch.model_copy(update={"rows_per_step": 8, "rows_per_microbatch": 2})
-    mesh = MeshConfig(replica=sizes[0], data=sizes[1], seq=sizes[2])
+    config = batches.make_config().step.change(
+        row_tokens=ROW_TOKENS,
+        rows_per_step=8,
+        rows_per_microbatch=2,
+        mesh={"replica": sizes[0], "data": sizes[1], "seq": sizes[2]},
+    )
     return StepSpec(
-        config=base.model_copy(update={"data": data, "batch": batch, "mesh": mesh}),
+        config=config,
         model=runs.MODEL,
         mesh=batches.mesh(*sizes),
         attention=batches.attention_choice(seq=sizes[2], **how),
@@ -61,9 +62,7 @@ def make_spec(sizes=(1, 1, 1), **how):
 def pack(config):
     columns = {"tokens": TOKENS, "labels": LABELS, "place": [""] * len(TOKENS)}
     documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=ROW_TOKENS)
-    return dataset.pack_documents(
-        "documents", documents, config.data, seed=config.run.seed, digests=["x"]
-    )
+    return dataset.pack_documents("documents", documents, **config.packing, digests=["x"])
 
 
 @functools.cache

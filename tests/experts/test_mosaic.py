@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsp.core.errors import UserError
 from jaxsp.experts import kernels, mosaic
 from jaxsp.experts.mosaic import Groups
-from jaxsp.memory import row_meshes
 from jaxsp.planner.cost import hlo_cost
 from jaxsp.run import selfcheck
+from jaxsp.training.specs import make_spec
 from tests import batches, messages
 
 needs_interpreter = pytest.mark.skipif(
@@ -85,18 +85,11 @@ def test_the_kernel_is_chosen_by_device_dims_dtype_and_release(monkeypatch):
         assert kernels.choose("auto", **fitting | change) == "xla"
         with pytest.raises(UserError, match=messages.containing(part, "experts_kernel=auto")):
             kernels.choose("mosaic", **fitting | change)
-    config = batches.make_config(compute_dtype="bfloat16")
-    model = config.model.model_copy(update={"experts_kernel": "mosaic"})
+    config = batches.make_config(compute_dtype="bfloat16").step.change(experts_kernel="mosaic")
     with pytest.raises(UserError, match="Hopper GPUs"):
-        row_meshes.make_step_spec(
-            config.model_copy(update={"model": model}),
-            batches.expert_model(),
-            devices=jax.devices()[:1],
-        )
+        make_spec(config, batches.expert_model(), devices=jax.devices()[:1])
     with pytest.raises(UserError, match="experts_kernel = mosaic: the model has no experts"):
-        row_meshes.make_step_spec(
-            config.model_copy(update={"model": model}), batches.model(), devices=jax.devices()[:1]
-        )
+        make_spec(config, batches.model(), devices=jax.devices()[:1])
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
     with pytest.raises(UserError, match=r"jax 0\.11\.1 or later"):
         kernels.choose("mosaic", **fitting)

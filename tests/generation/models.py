@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsp.attention.attention_config import AttentionConfig
-from jaxsp.attention.selection import choose_attention
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Weights
 from jaxsp.generation.generator import Generator
 from jaxsp.generation.programs import PER_ROW
 from jaxsp.model.cached_layers import Answers
-from jaxsp.runtime.mesh_config import MeshConfig
 from jaxsp.sharding.sharding import Gather
+from jaxsp.training import specs
 from jaxsp.training.specs import StepSpec
 from tests import batches
 
@@ -31,16 +29,12 @@ def make_spec(
     **fields: Any,
 ) -> StepSpec:
     """A step on a mesh. Args: fields: fields of the config's attention."""
-    config = batches.make_config(adapter=adapter, compute_dtype=compute_dtype)
-    update = {
-        "data": config.data.model_copy(update={"row_tokens": row_tokens}),
-        "mesh": MeshConfig(**dict(zip(("replica", "data", "seq"), sizes, strict=True))),
-        "attention": AttentionConfig(**fields),
-    }
-    config = config.model_copy(update=update)
-    mesh = batches.mesh(*sizes)
-    choice = choose_attention(config, model, devices=list(mesh.devices.flat))
-    return StepSpec(config=config, model=model, mesh=mesh, attention=choice, num_steps=1)
+    config = batches.make_config(adapter=adapter, compute_dtype=compute_dtype).step.change(
+        row_tokens=row_tokens,
+        mesh=dict(zip(("replica", "data", "seq"), sizes, strict=True)),
+        attention=fields,
+    )
+    return specs.make_spec(config, model, devices=list(batches.mesh(*sizes).devices.flat))
 
 
 def compute_logits(

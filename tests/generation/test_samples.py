@@ -19,7 +19,7 @@ def select(tokens, loss_spans, *, limit=64, new=8):
     for begin, end in loss_spans:
         labels[begin:end] = tokens[begin:end]
     data = dataset.pack_arrays(
-        "x", [np.array(tokens)], [labels], batches.make_config().data, seed=0
+        "x", [np.array(tokens)], [labels], **batches.make_config().step.packing
     )
     (sample,) = samples.select_samples(data.documents, 3, limit, new)
     return sample

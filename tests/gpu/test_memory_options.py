@@ -12,21 +12,18 @@ import pytest
 
 from jaxsp.attention.attend import as_kernel, make_attend
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
-from jaxsp.attention.selection import choose_attention
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.core import axes
 from jaxsp.memory import memory_compile, memory_problems
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
 from jaxsp.run import config_file, selfcheck
 from jaxsp.run.run_config import CheckpointConfig
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options, train_state, train_step, weight_init
-from jaxsp.training.specs import StepSpec
+from jaxsp.training.specs import make_spec
 from tests import batches, tolerances
 
 pytestmark = pytest.mark.gpu
@@ -106,11 +103,9 @@ def make_program(gpu, memory, dtype="bfloat16", xla_options=None):
             "memory": memory,
         }
     )
-    if problems := memory_problems.find_problems(config, platform=gpu.platform):
+    if problems := memory_problems.find_problems(config.step, platform=gpu.platform):
         pytest.skip(problems[0])
-    choice = choose_attention(config, MODEL, devices=[gpu])
-    mesh = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
-    return StepSpec(config=config, model=MODEL, mesh=mesh, attention=choice, num_steps=3)
+    return dataclasses.replace(make_spec(config.step, MODEL, devices=[gpu]), num_steps=3)
 
 
 @dataclasses.dataclass(frozen=True)

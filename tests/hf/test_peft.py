@@ -178,7 +178,7 @@ def resolve(base: Base, section: AdapterConfig) -> tuple[ResolvedAdapter, layers
     """The adapter, and the parameter table of the model with it."""
     resolved = peft.resolve(section, base.config)
     config = batches.make_config(adapter=resolved.config.model_dump())
-    return resolved, trainable.build_table(resolved.model, config)
+    return resolved, trainable.build_table(resolved.model, config.step)
 
 
 def draw_trained(table: layers.Weights) -> layers.Weights:

@@ -111,7 +111,7 @@ def test_options_that_the_user_fixed_are_never_changed(fixed, is_known):
         memory = candidate.config.memory.model_dump()
         assert {name: memory[name] for name in fixed} == fixed
         assert "auto" not in memory.values()
-        others = candidate.config.model_copy(update={"memory": spec.config.memory})
+        others = candidate.config.change(memory=spec.config.memory)
         assert others == spec.config
         assert dataclasses.replace(candidate, config=spec.config) == spec
 
@@ -217,7 +217,7 @@ def test_as_many_layers_keep_the_mlps_products_as_fit(num_kept):
 
     def needs(number):
         kept = {"remat": "save_attention_and_mlp", "kept_mlp_layers": number}
-        return memory_formula.predict_bytes(memory_fit.replace_memory(base, **kept))
+        return memory_formula.predict_bytes(base.respec(memory=kept))
 
     room = (needs(num_kept) + needs(num_kept + 1)) // 2
     trial = Trial()

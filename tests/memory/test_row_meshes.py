@@ -20,6 +20,7 @@ from jaxsp.memory import (
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.run import config_file
 from jaxsp.runtime import memory_limits
+from jaxsp.training.specs import make_spec
 from tests import batches, messages
 
 FIELDS = batches.SMALL_LLAMA | {
@@ -43,7 +44,7 @@ def settings(*words, row_tokens=8192, seq="auto", rows_per_step=1):
         "batch": {"rows_per_step": rows_per_step},
         "optimizer": {"learning_rate": 0.1},
     }
-    return config_file.parse(fields, words)
+    return config_file.parse(fields, words).step
 
 
 @functools.cache
@@ -58,12 +59,12 @@ def resolve(config, *, limit=math.inf, host=math.inf):
 
 
 def spec_of(config):
-    return row_meshes.make_step_spec(config, model(), devices=jax.devices())
+    return make_spec(config, model(), devices=jax.devices())
 
 
 def needed(config, seq, remat):
     """Memory of the step with the fewest tokens at a time, by formula."""
-    spec = spec_of(config.with_degree(seq))
+    spec = spec_of(config.change(mesh={"seq": seq}))
     return min(
         memory_formula.predict_bytes(candidate)
         for candidate in memory_fit.list_candidates(spec, is_memory_known=True)
@@ -114,7 +115,7 @@ def test_auto_divides_a_step_of_one_row_among_all_devices():
 def test_auto_offloads_no_more_than_the_host_holds():
     """More tokens per device, as with the smallest groups, need more host memory."""
     config = settings("memory.offload_activations=layer_inputs", rows_per_step=8)
-    host = memory_formula.step_offloaded_bytes(spec_of(config.with_degree(4))).total
+    host = memory_formula.step_offloaded_bytes(spec_of(config.change(mesh={"seq": 4}))).total
     assert resolve(config, host=host) == 4
 
 
@@ -133,7 +134,7 @@ def resolve_rows(*words, limit, host=math.inf):
         model(),
         devices=jax.devices(),
         limits=MemoryLimit(limit, host),
-    ).batch.microbatch_rows
+    ).microbatch_rows
 
 
 def needed_rows(number, remat, *words):

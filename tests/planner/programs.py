@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jaxsp.hf import model_config
-from jaxsp.memory import row_meshes
 from jaxsp.model import adapters
 from jaxsp.planner.compile import compiled
 from jaxsp.run import config_file
+from jaxsp.training.specs import make_spec
 
 LLAMA = {
     "model_type": "llama",
@@ -47,7 +47,7 @@ def step(config, devices):
     """The compiled step of such a config on these devices."""
     model = model_config.parse_model_config(config.model.config, field="model.config")
     model = adapters.add_adapter(model, config.adapter)
-    return compiled.compile_step(row_meshes.make_step_spec(config, model, devices=devices))
+    return compiled.compile_step(make_spec(config.step, model, devices=devices))
 
 
 @functools.cache
@@ -69,4 +69,4 @@ def gpu_step(*, data, seq, num_heads, microbatches, num_layers=4, is_tied=False)
 def segment_lengths(step):
     """Lengths of a step's segments, one per row."""
     config = step.spec.config
-    return np.full(config.batch.rows_per_step, config.data.row_tokens)
+    return np.full(config.rows_per_step, config.row_tokens)

@@ -89,18 +89,18 @@ def test_each_mesh_has_its_own_automatic_number_of_rows_per_microbatch(monkeypat
     planned = []
 
     def resolve_config(config, *, model, cluster):
-        assert config.batch.rows_per_microbatch == "auto"
-        return config.with_rows_per_microbatch(10 * config.mesh.seq)
+        assert config.rows_per_microbatch == "auto"
+        return config.change(rows_per_microbatch=10 * config.mesh.seq)
 
     def plan_step(config, *, model, cluster, document_tokens):
-        planned.append((config.mesh.seq, config.batch.rows_per_microbatch))
+        planned.append((config.mesh.seq, config.rows_per_microbatch))
         return example_plans.make_plan()
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
     monkeypatch.setattr(planning, "resolve_config", resolve_config)
     words = ["attention.strategy=ring", "batch.rows_per_microbatch=auto"]
     mesh_sweep.plan_meshes(
-        programs.settings(*words),
+        programs.settings(*words).step,
         model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
         cluster=compiled.make_cluster("h100-80gb", 2),
     )
@@ -114,18 +114,19 @@ def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
     monkeypatch.setattr(planning, "plan_step", refuse)
     with pytest.raises(UserError) as caught:
         mesh_sweep.plan_meshes(
-            programs.settings(),
+            programs.settings().step,
             model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
             cluster=compiled.make_cluster("h100-80gb", 8),
         )
     assert caught.value.problems == ["optimizer.name = x: no"]
 
 
-def list_options(config, *, seq, num_heads):
+def list_labels(config, *, seq, num_heads):
     model = types.SimpleNamespace(
         num_heads=num_heads, num_kv_heads=4, head_dim=64, layer_scores=[ScoreConfig()]
     )
-    return list_options(config, model, seq=seq)
+    config = config.change(mesh={"seq": seq})
+    return list_options(config.attention, config.rows, model)
 
 
 def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
@@ -133,11 +134,12 @@ def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
     config = programs.settings(
         "attention.kv_heads_per_gather=2",
         "attention.chunks_per_device=4",
-    )
+        "mesh.seq=8",
+    ).step
     model = types.SimpleNamespace(
         num_heads=32, num_kv_heads=8, head_dim=64, layer_scores=[ScoreConfig()]
     )
-    options = list_options(config, model, seq=8)
+    options = list_options(config.attention, config.rows, model)
     assert [option.label for option in options] == [
         "ulysses",
         "ulysses 4 x ring",
@@ -147,8 +149,8 @@ def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
         "ulysses 2 x all_gather",
         "all_gather",
     ]
-    changed = [config.with_fields(mesh=MESH, attention=option.config_fields) for option in options]
-    chosen = [choose_strategy(each, model) for each in changed]
+    changed = [config.change(mesh=MESH, attention=option.config_fields) for option in options]
+    chosen = [choose_strategy(each.attention, each.rows, model) for each in changed]
     assert [strategy.description for strategy in chosen] == [
         "Ulysses of 8",
         "Ulysses of 4 x ring of 2 (4 chunks each)",

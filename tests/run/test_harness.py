@@ -1,7 +1,6 @@
 """Requests of lm-evaluation-harness: those of its own model, with special tokens and templates."""
 
 import copy
-import dataclasses
 import itertools
 import json
 import math
@@ -14,6 +13,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.run import build, config_file, initial_weights
+from tests import batches
 from tests.data.chat import chats
 
 torch = pytest.importorskip("torch", reason="the harness's own model needs torch")
@@ -171,13 +171,9 @@ def with_template(models, template, kwargs):
     tokenizer.pad_token = tokenizer.eos_token
     own.tokenizer = tokenizer
     own.chat_template_args = kwargs
-    evaluator = copy.copy(model._evaluator)
-    config = evaluator.spec.config
-    data = config.data.model_copy(update={"chat_template_kwargs": kwargs})
-    config = config.model_copy(update={"data": data})
-    evaluator.spec = dataclasses.replace(evaluator.spec, config=config)
+    chat = batches.make_config().data.model_copy(update={"chat_template_kwargs": kwargs})
     return own, harness.HarnessModel(
-        evaluator, model._master, tokenizer, stop_ids=(), apply_chat_template=True
+        model._evaluator, model._master, tokenizer, stop_ids=(), chat=chat
     )
 
 

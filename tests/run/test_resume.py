@@ -7,7 +7,6 @@ import json
 import pathlib
 import re
 import shutil
-import types
 
 import jax
 import numpy as np
@@ -336,8 +335,7 @@ def test_the_learning_rate_of_a_run_of_epochs_is_that_of_its_last_epoch(tmp_path
     start = StartPoint(step=4, rows_consumed=32)
     checkpoint = build.RunCheckpoint(path=tmp_path, meta=meta, model_dir=None)
     for config, num_steps, rate in ((before, 8, None), (now, 12, "0.0075")):
-        spec = types.SimpleNamespace(config=config, num_steps=num_steps)
-        changed = build._with_rate_change(start, checkpoint, spec, documents)
+        changed = build._with_rate_change(start, checkpoint, config, num_steps, documents)
         expected = (f"learning rate of step 5 0.005 -> {rate}",) if rate else ()
         assert changed.config_changes == expected
 

@@ -77,16 +77,14 @@ def pack(records: Records, spec: StepSpec, *, has_references: bool = True) -> Pa
     if has_references:
         columns["first_reference"] = records.references[::2]
         columns["second_reference"] = records.references[1::2]
-    config = spec.config
-    documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=config.data.row_tokens)
-    return dataset.pack_documents(
-        "pairs", documents, config.data, seed=config.run.seed, digests=["x"]
-    )
+    row_tokens = spec.config.row_tokens
+    documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=row_tokens)
+    return dataset.pack_documents("pairs", documents, **spec.config.packing, digests=["x"])
 
 
 def only_batch(data: PackedDataset, spec: StepSpec) -> Batch:
     """All pairs as one step."""
-    schedule = data.make_schedule(spec.config.batch.rows_per_step, epochs=1)
+    schedule = data.make_schedule(spec.config.rows_per_step, epochs=1)
     assert len(schedule) == 1, schedule
     return next(data.make_loader(schedule, spec.placement).batches())[0]
 

@@ -20,7 +20,6 @@ from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.run.config_file import Config
 from jaxsp.runtime import device_mesh
-from jaxsp.runtime.mesh_config import MeshConfig
 from jaxsp.sharding import quantization, sharding
 from jaxsp.training import step_gradients, train_state, train_step, trainable
 from jaxsp.training.specs import StepSpec
@@ -43,14 +42,10 @@ def make_spec(
     **config: Any,
 ) -> StepSpec:
     """Describes a step with these memory options, without compiling it."""
-    base = batches.make_config(memory=memory, **config)
+    base = batches.make_config(memory=memory, **config).step
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
-    update = {
-        "data": base.data.model_copy(update={"row_tokens": row_tokens}),
-        "mesh": MeshConfig(**mesh),
-    }
     return StepSpec(
-        config=base.model_copy(update=update),
+        config=base.change(row_tokens=row_tokens, mesh=mesh),
         model=model,
         mesh=batches.mesh(*sizes),
         attention=batches.attention_choice(seq=sizes[-1]),
@@ -272,7 +267,7 @@ def compile_in_thread(
 
     def make() -> Run:
         spec = StepSpec(
-            config=config.model_copy(update={"batch": config.batch.model_copy(update=batch)}),
+            config=config.step.change(**batch),
             model=model,
             mesh=batches.mesh(*sizes),
             attention=batches.attention_choice(

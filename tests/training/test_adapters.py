@@ -224,7 +224,7 @@ def test_matrices_of_experts_are_quantized_and_routers_are_not():
     model = adapters.add_adapter(batches.expert_model(), config.adapter)
     formats = {
         param.hf_name.removeprefix("model.layers.{layer}.").removesuffix(".weight"): param.frozen_as
-        for param in jax.tree.leaves(trainable.build_table(model, config)["layers"])
+        for param in jax.tree.leaves(trainable.build_table(model, config.step)["layers"])
     }
     experts = [f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")]
     assert {formats[name] for name in (*experts, "self_attn.q_proj")} == {"nf4"}

@@ -117,7 +117,9 @@ def model_of(name):
 
 
 def works_here(memory):
-    return not memory_problems.find_problems(batches.make_config(memory=memory), platform="cpu")
+    return not memory_problems.find_problems(
+        batches.make_config(memory=memory).step, platform="cpu"
+    )
 
 
 each_case = pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
 def residuals(**memory):
     """Types of the stacked residuals of all layers; primitives of a layer's backward pass."""
     spec = StepSpec(
-        config=batches.make_config(compute_dtype="bfloat16", memory=memory),
+        config=batches.make_config(compute_dtype="bfloat16", memory=memory).step,
         model=runs.MODEL,
         mesh=batches.mesh(1, 2, 4),
         attention=batches.attention_choice(seq=4),
@@ -366,7 +368,7 @@ def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
 
 def problems(version, platform, **memory):
     return memory_problems.find_problems(
-        batches.make_config(memory=memory), platform=platform, version=version
+        batches.make_config(memory=memory).step, platform=platform, version=version
     )
 
 

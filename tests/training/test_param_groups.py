@@ -102,7 +102,7 @@ def test_frozen_weights_keep_the_dtype_that_the_model_computes_with(quantization
     model = dataclasses.replace(batches.model(), layers=layers, delta_net=sizes)
     adapter = {"type": "lora", "quantization": quantization}
     frozen_config = batches.make_config(compute_dtype="bfloat16", adapter=adapter)
-    table = trainable.build_table(model, frozen_config)
+    table = trainable.build_table(model, frozen_config.step)
     formats = {
         param.hf_name.rpartition("}.")[2]: param.frozen_as for param in jax.tree.leaves(table)
     }

@@ -107,7 +107,7 @@ def traced(grad_reduce_dtype):
     spec = StepSpec(
         config=batches.make_config(
             compute_dtype="bfloat16", memory={"grad_reduce_dtype": grad_reduce_dtype}
-        ),
+        ).step,
         model=runs.MODEL,
         mesh=batches.mesh(1, 2, 4),
         attention=batches.attention_choice(seq=4),

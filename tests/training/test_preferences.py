@@ -16,7 +16,6 @@ from jaxsp.objectives import derivatives
 from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Orpo, Robust, Simpo
 from jaxsp.objectives.unpaired import Kto
-from jaxsp.runtime.mesh_config import MeshConfig
 from jaxsp.training import step_gradients
 from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
@@ -38,17 +37,15 @@ RECORDS = preferences.draw_records()
 
 def make_spec(objective, sizes=(1, 1, 1), *, row_tokens=96, rows=8, rows_per_microbatch=1, **how):
     """A step whose rows hold all pairs of RECORDS."""
-    base = batches.make_config()
-    changes = {
-        "objective": objective,
-        "data": base.data.model_copy(update={"row_tokens": row_tokens}),
-        "batch": base.batch.model_copy(
-            update={"rows_per_step": rows, "rows_per_microbatch": rows_per_microbatch}
-        ),
-        "mesh": MeshConfig(replica=sizes[0], data=sizes[1], seq=sizes[2]),
-    }
+    config = batches.make_config().step.change(
+        objective=objective,
+        row_tokens=row_tokens,
+        rows_per_step=rows,
+        rows_per_microbatch=rows_per_microbatch,
+        mesh={"replica": sizes[0], "data": sizes[1], "seq": sizes[2]},
+    )
     return StepSpec(
-        config=base.model_copy(update=changes),
+        config=config,
         model=runs.MODEL,
         mesh=batches.mesh(*sizes),
         attention=batches.attention_choice(seq=sizes[2], **how),

@@ -44,7 +44,7 @@ def data_of(sources, config, weights=None, **fields):
     names = [chr(ord("a") + number) for number in range(len(sources))]
     documents = Documents(sets, source_names=names, row_tokens=config.data.row_tokens, **fields)
     return dataset.pack_documents(
-        "train", documents, config.data, seed=config.run.seed, digests=names, source_weights=weights
+        "train", documents, **config.step.packing, digests=names, source_weights=weights
     )
 
 
@@ -203,9 +203,7 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
     (source,) = documents.sources
     assert {name: getattr(source, name) for name in counts} == counts
     assert min(counts.values()) > 0 or what != "split"
-    data = dataset.pack_documents(
-        "train", documents, config.data, seed=config.run.seed, digests=["a"]
-    )
+    data = dataset.pack_documents("train", documents, **config.step.packing, digests=["a"])
     assert source.num_tokens == sum(length for *_, length in expected)
     steps = steps_of(data, config, epochs=1)
     assert sum(int(each.segment_lengths.sum()) for _, each in steps) == source.num_tokens
@@ -424,7 +422,7 @@ def test_skipped_records_are_named(tmp_path):
     )
     documents = Documents([new_tokenizer.dataset], source_names=["a"], row_tokens=32)
     data = dataset.pack_documents(
-        "train", documents, config.data, seed=config.run.seed, digests=[new_tokenizer.stats.digest]
+        "train", documents, **config.step.packing, digests=[new_tokenizer.stats.digest]
     )
     actual = summary.describe_data(
         data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)

@@ -69,14 +69,11 @@ def test_every_document_is_trained_on_or_held_out():
 
 
 def test_another_fraction_is_a_change_of_the_data():
+    documents = Documents([test_dataset.tokenized(LENGTHS)], source_names=["a"], row_tokens=64)
+    packing = test_loader.settings_of().step.packing
+    data = dataset.pack_documents("train", documents, **packing, digests=["same"])
     before, now = (
-        dataset.pack_documents(
-            "train",
-            Documents([test_dataset.tokenized(LENGTHS)], source_names=["a"], row_tokens=64),
-            (config := test_loader.settings_of(eval_fraction=fraction).data),
-            seed=0,
-            digests=["same"],
-        ).fingerprint(config, seed=0)
+        data.fingerprint(test_loader.settings_of(eval_fraction=fraction).data, seed=0)
         for fraction in (None, 0.1)
     )
     assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, was null"]

@@ -63,9 +63,7 @@ def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_s
 
 def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=KEPT_ORDER, **fields):
     config = settings_of(**fields)
-    data = dataset.pack_documents(
-        "train", documents, config.data, seed=config.run.seed, digests=["unused"]
-    )
+    data = dataset.pack_documents("train", documents, **config.step.packing, digests=["unused"])
     schedule = data.make_schedule(config.batch.rows_per_step, consumed=first_row, epochs=epochs)
     return data.make_loader(schedule, rows_on(config, *mesh, layout=layout))
 

@@ -85,9 +85,7 @@ def test_rows_of_split_pairs_are_filled_with_other_pairs():
 def test_the_rows_of_a_pair_are_in_one_step_and_one_even_microbatch(mesh):
     settings = test_loader.settings_of(rows_per_step=8, rows_per_microbatch=2 // mesh[1])
     documents = Documents([make_records(draw_lengths(60, ROW + 1))], row_tokens=ROW)
-    data = dataset.pack_documents(
-        "pairs", documents, settings.data, seed=settings.run.seed, digests=["x"]
-    )
+    data = dataset.pack_documents("pairs", documents, **settings.step.packing, digests=["x"])
     assert data.num_split_pairs > 10
     loader = data.make_loader(
         data.make_schedule(settings.batch.rows_per_step, epochs=1),
@@ -116,8 +114,7 @@ def test_a_mixture_keeps_the_rows_of_pairs_together():
     data = dataset.pack_documents(
         "pairs",
         documents,
-        settings.data,
-        seed=settings.run.seed,
+        **settings.step.packing,
         digests=["x", "y"],
         source_weights=[2.0, 1.0],
     )
@@ -210,9 +207,7 @@ def test_an_evaluation_with_an_odd_number_of_rows_reads_all_of_them():
     settings = test_loader.settings_of(rows_per_step=3)
     lengths = [[31, 31], [17, 18], [18, 16], [31, 30], [3, 4]] * 3
     documents = Documents([make_records(lengths)], row_tokens=ROW)
-    data = dataset.pack_documents(
-        "pairs", documents, settings.data, seed=settings.run.seed, digests=["x"]
-    )
+    data = dataset.pack_documents("pairs", documents, **settings.step.packing, digests=["x"])
     seen = np.concatenate([counts.documents_P2.ravel() for counts in read_counts(data, settings)])
     assert np.sort(seen[seen >= 0]).tolist() == list(range(len(documents.lengths)))
 
@@ -225,8 +220,7 @@ def test_a_pair_of_two_epochs_in_one_block_is_two_pairs():
     data = dataset.pack_documents(
         "pairs",
         documents,
-        settings.data,
-        seed=settings.run.seed,
+        **settings.step.packing,
         digests=["x", "y"],
         source_weights=[1.0, 1.0],
     )
@@ -243,9 +237,7 @@ def test_a_pair_of_two_epochs_in_one_block_is_two_pairs():
 def test_after_a_change_of_the_data_steps_have_whole_pairs():
     settings = test_loader.settings_of(rows_per_step=4)
     documents = Documents([make_records([[20, 20]] * 12)], row_tokens=ROW)
-    data = dataset.pack_documents(
-        "pairs", documents, settings.data, seed=settings.run.seed, digests=["x"]
-    )
+    data = dataset.pack_documents("pairs", documents, **settings.step.packing, digests=["x"])
     schedule = data.make_schedule(settings.batch.rows_per_step, consumed=3, num_steps=3)
     loader = data.make_loader(schedule, test_loader.rows_on(settings, 1, 1, 1))
     for step in range(3):
