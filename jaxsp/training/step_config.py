@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxsp.attention.attention_config import AttentionConfig
-from jaxsp.attention.strategies.workload import GroupRows
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.objective import Objective
 from jaxsp.optimizers.registry import Optimizer
 from jaxsp.runtime.mesh_config import MeshConfig
 from jaxsp.training.memory_config import MemoryConfig
+
+if TYPE_CHECKING:
+    from jaxsp.attention.strategies.workload import GroupRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,8 +66,10 @@ class StepConfig:
         return self.rows_per_microbatch
 
     @property
-    def rows(self) -> GroupRows:
+    def rows(self) -> "GroupRows":
         """Rows that a group works on together."""
+        from jaxsp.attention.strategies.workload import GroupRows
+
         return GroupRows(
             num_rows=self.microbatch_rows,
             row_tokens=self.row_tokens,

@@ -412,10 +412,3 @@ def test_the_banner_shows_what_each_strategy_sends():
 def test_auto_exchanges_heads_inside_nodes_of_8(seq, heads, expected):
     choice = choose(seq=seq, heads=heads, row_tokens=16384 * seq)
     assert choice.strategy.description == expected
-
-
-@pytest.mark.parametrize("remat", ["none", "save_attention", "full", "auto"])
-def test_recomputation_does_not_change_the_strategy(remat):
-    """A run that recomputes more keeps the planned strategy. With `full` it would be 8 x 2."""
-    fields = {"seq": 16, "heads": (40, 10, 128)}
-    assert choose(**fields, remat=remat).strategy == choose(**fields).strategy

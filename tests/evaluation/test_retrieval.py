@@ -66,7 +66,7 @@ def test_models_that_are_trained_on_pairs_answer_too():
 
 def with_objective(spec, name):
     objective = OBJECTIVE.by_name()[name]()
-    return dataclasses.replace(spec, config=spec.config.model_copy(update={"objective": objective}))
+    return spec.respec(objective=objective)
 
 
 @pytest.mark.parametrize("sizes", [pytest.param((1, 1, 1), marks=pytest.mark.e2e), (1, 2, 4)])

@@ -19,10 +19,10 @@ MESH = {"replica": 1, "data": 1, "seq": 8}
 def test_a_mesh_replaces_an_automatic_number_of_devices():
     model = model_config.parse_model_config(programs.LLAMA, field="model.config")
     expected = mesh_sweep.list_combinations(
-        programs.settings("data.row_tokens=16384"), model, num_devices=4
+        programs.settings("data.row_tokens=16384").step, model, num_devices=4
     )
     words = ["mesh.data=-1", "mesh.seq=auto", "batch.rows_per_microbatch=auto"]
-    config = programs.settings("data.row_tokens=16384", *words)
+    config = programs.settings("data.row_tokens=16384", *words).step
     assert mesh_sweep.list_combinations(config, model, num_devices=4) == expected
 
 
@@ -58,7 +58,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
     mesh_plans = mesh_sweep.plan_meshes(
-        programs.settings(),
+        programs.settings().step,
         model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
         cluster=compiled.make_cluster("h100-80gb", 8),
         on_result=reported.append,

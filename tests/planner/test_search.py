@@ -27,13 +27,13 @@ def search_row(monkeypatch, make, *words, has_splits=False):
         # Products of the MLP would fill the memory that tells how much longer rows need
         is_free = "memory.remat=save_attention_and_mlp" not in words
         assert config.memory.kept_mlp_layers == (0 if is_free else "auto")
-        assert config.batch.rows_per_microbatch == 1, "the longest row has the device for itself"
-        lengths.append(config.data.row_tokens)
-        return make(config.data.row_tokens)
+        assert config.rows_per_microbatch == 1, "the longest row has the device for itself"
+        lengths.append(config.row_tokens)
+        return make(config.row_tokens)
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
     words = ("mesh.seq=8", "data.row_tokens=131072", "batch.rows_per_microbatch=auto", *words)
-    config = programs.settings(*words)
+    config = programs.settings(*words).step
     return search.find_longest_row(config, model=MODEL, cluster=CLUSTER), lengths
 
 
@@ -81,11 +81,11 @@ def test_three_percent_of_the_device_stays_free(monkeypatch):
 
     def plan_step(config, *, model, cluster):
         clusters.append(cluster)
-        return line(config.data.row_tokens)
+        return line(config.row_tokens)
 
     monkeypatch.setattr(search, "_find_next_split", lambda *given, **named: None)
     monkeypatch.setattr(planning, "plan_step", plan_step)
-    config = programs.settings("mesh.seq=8", "data.row_tokens=131072")
+    config = programs.settings("mesh.seq=8", "data.row_tokens=131072").step
     search.find_longest_row(config, model=MODEL, cluster=CLUSTER)
     assert {cluster.headroom for cluster in clusters} == {0.03}
     assert CLUSTER.headroom == 0.0, "other plans use all of it"
@@ -103,7 +103,7 @@ def test_a_plan_chooses_memory_options_for_what_the_headroom_leaves(monkeypatch)
         raise Planned
 
     monkeypatch.setattr(planning.memory_fit, "fit", fit)
-    config = programs.settings("mesh.seq=8")
+    config = programs.settings("mesh.seq=8").step
     for headroom in (0.0, 0.03):
         cluster = dataclasses.replace(CLUSTER, headroom=headroom)
         with pytest.raises(Planned):

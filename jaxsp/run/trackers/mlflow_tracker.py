@@ -38,7 +38,7 @@ class Mlflow(Service):
         started = mlflow.start_run(run.ids.get(place), run_name=name)
         if place not in run.ids:
             run.keep_id(place, started.info.run_id)
-            fields = yaml_io.flatten(run.config.model_dump(mode="json"))
+            fields = yaml_io.flatten(run.config)
             mlflow.log_params({to_key(name): value for name, value in fields})
         return _MlflowClient(mlflow)
 

@@ -6,12 +6,12 @@ import os
 import pathlib
 import textwrap
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Annotated, Any, ClassVar, Literal
 
 from jaxsp.config.fields import ConfigSection, with_examples
 from jaxsp.core import files
 from jaxsp.processes import distributed, redaction
-from jaxsp.run.config_file import Config
 
 IDS_FILE = "trackers.json"
 """File of a run directory with the ids of the run in its trackers."""
@@ -25,7 +25,9 @@ class TrackedRun:
     """Facts about a run for its trackers."""
 
     directory: pathlib.Path
-    config: Config
+    config: dict[str, Any]
+    """The whole config, as JSON values."""
+    shutdown_grace: timedelta
     from_step: int
     """Last step whose numbers were recorded by an earlier process."""
     ids: dict[str, Any]

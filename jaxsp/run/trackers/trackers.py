@@ -19,7 +19,13 @@ class Trackers:
         """Starts the trackers in process 0. Args: is_resume: False for a run that is new there."""
         directory = run_paths.local_dir(config.run)
         saved = files.read_json(directory / tracker.IDS_FILE) if is_resume else None
-        run = TrackedRun(directory=directory, config=config, from_step=from_step, ids=saved or {})
+        run = TrackedRun(
+            directory=directory,
+            config=config.model_dump(mode="json"),
+            shutdown_grace=config.run.shutdown_grace,
+            from_step=from_step,
+            ids=saved or {},
+        )
         self.outcome: Outcome = "finished"
         """End of the run, if no exception ends it."""
         self._clients: dict[str, Client] = {}

@@ -30,7 +30,7 @@ class Wandb(Service):
         mode: Any = wandb.setup(wandb.Settings(silent=True)).settings.mode
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             mode = "offline"
-        grace_s = run.config.run.shutdown_grace.total_seconds()
+        grace_s = run.shutdown_grace.total_seconds()
         started = wandb.init(
             mode=mode,
             id=run.ids.get("wandb"),
@@ -38,7 +38,7 @@ class Wandb(Service):
             dir=os.environ.get("WANDB_DIR") or run.directory,
             project=self.find_project("WANDB_PROJECT"),
             name=self.find_name("WANDB_NAME", run),
-            config=run.config.model_dump(mode="json"),
+            config=run.config,
             allow_val_change=True,
             settings=wandb.Settings(
                 console="off",
