@@ -1,4 +1,12 @@
-"""Attention as the model calls it: see `Attend`."""
+"""Attention over packed rows, as the model calls it inside shard_map.
+
+    q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM -> out_BlHK
+
+It is causal within each segment, with nothing between segments. Tokens outside segments have
+output 0 and gradient 0. `selection.choose_attention` decides on a strategy (how the devices of a
+group share attention) and a kernel (how one device computes its part). To add a strategy, see
+`strategies/token_exchange.py`; to add a kernel, `kernels/kernel.py`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxsp.attention import kernel_selection
-from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.choice import AttentionChoice
 from jaxsp.attention.kernels.kernel import (
     Device,
@@ -13,6 +12,7 @@ from jaxsp.attention.kernels.kernel import (
     min_device_bytes,
 )
 from jaxsp.attention.strategies import nodes, registry
+from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.attention.strategies.ulysses import Ulysses
 from jaxsp.attention.strategies.workload import (

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
-from jaxsp.attention.attention_config import AttentionConfig
+from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.config import config_file
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.config_file import read, save

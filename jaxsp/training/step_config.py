@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxsp.attention.attention_config import AttentionConfig
+from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.objective import Objective
 from jaxsp.optimizers.registry import Optimizer

@@ -10,12 +10,12 @@ import pytest
 
 from jaxsp.attention import kernel_selection
 from jaxsp.attention.attend import make_attend, make_chosen_attend
-from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.selection import choose_attention
 from jaxsp.attention.strategies import registry
+from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.attention.strategies.token_exchange import TokenExchange
 from jaxsp.core import axes

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.selection import choose_strategy
 from jaxsp.attention.strategies.all_gather import AllGather
+from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.attention.strategies.workload import GroupRows, LayerWorkload

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.chunks import chunk_calls, partial_attention
 from jaxsp.attention.chunks.chunk_calls import Call, ChunkTokens
 from jaxsp.attention.chunks.partial_attention import LocalSegments
 from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
+from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.token_exchange import TokenExchange
 from jaxsp.attention.strategies.workload import LayerWorkload
 from jaxsp.attention.strategies.zigzag import Zigzag, choose_chunks_per_device

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array, Bool, Int32
 
-from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.chunks.chunk_group import DeviceGroup
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import (
@@ -20,6 +19,7 @@ from jaxsp.attention.kernels.kernel import (
     ScoreConfig,
 )
 from jaxsp.attention.kernels.residuals import AttentionFunctions
+from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.workload import LayerWorkload
 from jaxsp.core.layout import KEPT_ORDER, Layout
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.chunks import halo
 from jaxsp.attention.chunks.chunk_group import ChunkGroup
 from jaxsp.attention.chunks.halo_exchange import Halo
@@ -26,6 +25,7 @@ from jaxsp.attention.kernels.kernel import (
     ScoreConfig,
 )
 from jaxsp.attention.kernels.residuals import AttentionFunctions
+from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.token_exchange import TokenExchange
 from jaxsp.attention.strategies.workload import LayerWorkload
 
