@@ -103,7 +103,7 @@ def load_model(
     if full_config.run.compilation_cache not in (compilation_cache.AUTO, None):
         compilation_cache.enable(full_config.run.compilation_cache)
     problems = ProblemCollector()
-    resolved = build.resolve_config(
+    resolved = build.prepare_model(
         full_config, devices=jax.devices(), problems=problems, for_training=False
     )
     assert resolved.model_folder is not None, "model.source is set"

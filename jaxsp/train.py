@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
         print(f"run        {errors.escape(config.run.directory)}", flush=True)
     from jaxsp.run import train_command  # imports jax
 
-    train_command.run(args, config, process)
+    train_command.train(args, config, process)
 
 
 def _make_parser() -> argparse.ArgumentParser:

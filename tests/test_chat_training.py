@@ -60,8 +60,8 @@ def chat_run(tmp_path_factory):
             "logging": {"trackers": []},
         }
     )
-    spec, material = build.build_training(config, devices=jax.devices()[:2])
-    trainer.train(spec, material, rich.console.Console(quiet=True))
+    material = build.build_training(config, devices=jax.devices()[:2])
+    trainer.train(material, rich.console.Console(quiet=True))
     (folder / "chatml.jinja").unlink()
     return folder
 
@@ -131,8 +131,8 @@ def test_a_model_stops_at_the_end_of_the_turns_that_it_learned(tmp_path, capsys,
             "logging": {"trackers": []},
         }
     )
-    spec, inputs = build.build_training(config, devices=jax.devices()[:1])
-    trainer.train(spec, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config, devices=jax.devices()[:1])
+    trainer.train(inputs, rich.console.Console(quiet=True))
     stop_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [stop_id, tokenizer.eos_token_id]
     banner = (tmp_path / "run/banner.txt").read_text()

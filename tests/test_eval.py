@@ -106,9 +106,9 @@ def test_run_with_learning_rate_zero_exports_the_imported_weights(tmp_path, dtyp
             "logging": {"trackers": []},
         }
     )
-    spec, inputs = build.build_training(config, devices=jax.devices())
-    assert "hf" in inputs.weights_origin
-    trainer.train(spec, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config, devices=jax.devices())
+    assert config.model.source == str(tmp_path / "hf")
+    trainer.train(inputs, rich.console.Console(quiet=True))
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     imported = load_tensors(tmp_path / "hf")
     exported = load_tensors(tmp_path / "out")

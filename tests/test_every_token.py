@@ -79,8 +79,8 @@ def words_of(mesh: tuple[int, int], *more: str) -> list[str]:
 def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
     config = config_file.load(folder / "config.yaml", list(words))
     with recorded_batches.record_batches(folder / log):
-        spec, material = build.build_training(config, devices=jax.devices())
-        trainer.train(spec, material, rich.console.Console(quiet=True))
+        material = build.build_training(config, devices=jax.devices())
+        trainer.train(material, rich.console.Console(quiet=True))
 
 
 def train_apart(

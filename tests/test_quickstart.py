@@ -59,7 +59,7 @@ def test_the_loss_falls_below_the_entropy_of_byte_pairs(quickstart):
     losses = [
         json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()
     ]
-    _, inputs = build.build_training(load_config(directory), devices=jax.devices())
+    inputs = build.build_training(load_config(directory), devices=jax.devices())
     counts = np.zeros((257, 257))
     for document, length in enumerate(inputs.train_set.documents.lengths):
         row = Segments(
@@ -129,7 +129,8 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
     assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
 
     config = load_config(directory)
-    spec, inputs = build.build_training(config, devices=jax.devices())
+    inputs = build.build_training(config, devices=jax.devices())
+    spec = inputs.spec
     ((batch, _),) = inputs.train_set.make_loader(
         inputs.train_set.make_schedule(config.batch.rows_per_step, num_steps=1),
         spec.placement,

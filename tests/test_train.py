@@ -48,8 +48,8 @@ def write_documents(folder, lengths, *, has_labels=False):
 def run(config, num_devices):
     """Trains. Returns: lines of metrics.jsonl."""
     console = rich.console.Console(record=True, width=200, quiet=True)
-    spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
-    trainer.train(spec, inputs, console)
+    inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    trainer.train(inputs, console)
     return commands.read_lines(pathlib.Path(config.run.directory) / "metrics.jsonl")
 
 
@@ -134,7 +134,7 @@ def test_a_nan_loss_stops_the_run_and_saves_finite_weights(tmp_path):
     assert int(checkpoint.name) == last_step == nan_step + 1, "one more step was dispatched"
     assert re.search(messages.containing(f"checkpoints/{checkpoint.name}"), str(stopped.value))
     config = settings(tmp_path, run__directory=str(tmp_path / "other"))
-    spec, _ = build.build_training(config, devices=jax.devices()[:1])
+    spec = build.build_training(config, devices=jax.devices()[:1]).spec
     weights = reader.read_weights(checkpoint, spec.table)
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 

@@ -28,8 +28,8 @@ def train_from_files(folder, fields, documents):
         "data": fields["data"] | {"train": [source], "eval": [source | {"name": "same"}]},
         "logging": {"trackers": []},
     }
-    spec, inputs = build.build_training(config_file.parse(fields), devices=jax.devices())
-    trainer.train(spec, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config_file.parse(fields), devices=jax.devices())
+    trainer.train(inputs, rich.console.Console(quiet=True))
     lines = commands.read_lines(folder / "run/metrics.jsonl")
     (evaluation,) = commands.read_lines(folder / "run/eval.jsonl")
     return lines, evaluation

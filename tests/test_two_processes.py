@@ -44,8 +44,8 @@ def check_two_processes_against_one(tmp_path, meshes):
         lines_by_mesh[name] = commands.read_lines(metrics)
         assert "Tokenizing" not in str(outputs), "a progress bar without a terminal"
     config, metrics = two_processes.write_config(tmp_path, name="one", data=1, seq=8)
-    program, inputs = build.build_training(config_file.load(config, []), devices=jax.devices())
-    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config_file.load(config, []), devices=jax.devices())
+    trainer.train(inputs, rich.console.Console(quiet=True))
     expected = commands.read_lines(metrics)
     assert [line["step"] for line in expected] == [1, 2, 3]
     for name, lines in lines_by_mesh.items():

@@ -12,14 +12,14 @@ from jaxsp.blocks import rope
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.evaluation import retrieval
+from jaxsp.hf import other_parts
 from jaxsp.hf.rope import context_range
 from jaxsp.memory import memory_descriptions
 from jaxsp.optimizers import optimizer
-from jaxsp.run.inputs import RunInputs
+from jaxsp.run.run import Run
 from jaxsp.runtime import device_mesh, run_dir, run_paths
 from jaxsp.sharding import sharding
 from jaxsp.training import step_descriptions
-from jaxsp.training.specs import StepSpec
 
 
 class BannerEntry(NamedTuple):
@@ -32,24 +32,32 @@ class BannerEntry(NamedTuple):
     """Text for a terminal without --verbose. None: the same text; empty: no entry."""
 
 
-def describe_run(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
+def describe_run(run: Run) -> list[BannerEntry]:
     """Returns the banner, first the lines that users check before they wait for a run."""
-    config = inputs.config
-    run = config.run
+    spec = run.spec
+    config = run.config
     num_shards = device_mesh.num_shards(spec.mesh)
-    has_xla_options = run.deterministic or bool(run.xla_options)
+    has_xla_options = config.run.deterministic or bool(config.run.xla_options)
     xla = spec.compile_options.description
     choice = spec.attention
     attention_text = describe_choice(choice, spec.model)
     attention_short, _, rest = attention_text.partition("; ")
     if rest and choice.fallback_reason:
         attention_short += f" ({choice.kernel.name} because {choice.fallback_reason})"
+    stop_text = run.stop_tokens.description
+    if stop_text:
+        stop_text += f"; the export has eos_token_id {run.hf_config['eos_token_id']}"
+    excess = context_range.describe_excess(
+        run.hf_config,
+        row_tokens=config.data.row_tokens,
+        longest_document=int(run.train_set.documents.lengths.max()),
+    )
+    output = run_dir.describe(config, has_eval_sets=bool(run.eval_sets), first_step=run.start.step)
     return [
-        BannerEntry("training", inputs.describe_steps(spec)),
+        BannerEntry("training", _describe_steps(run)),
         BannerEntry(
             "batch",
-            step_descriptions.describe_batch(spec)
-            + _describe_origin("batch.rows_per_microbatch", inputs),
+            step_descriptions.describe_batch(spec) + _auto("batch.rows_per_microbatch", run),
         ),
         BannerEntry(
             "optimizer",
@@ -59,40 +67,28 @@ def describe_run(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
         ),
         BannerEntry(
             "model",
-            f"{inputs.hf_config['model_type']}, {step_descriptions.describe_weights(spec)}",
+            f"{run.hf_config['model_type']}, {step_descriptions.describe_weights(spec)}",
         ),
         BannerEntry("objective", step_descriptions.describe_objective(spec)),
         BannerEntry("layers", step_descriptions.describe_layers(spec)),
         BannerEntry("rope", rope.describe(spec.model, is_changed=config.model.rope is not None)),
-        BannerEntry("start", inputs.weights_origin),
-        BannerEntry("changed", ", ".join(inputs.start.config_changes)),
+        BannerEntry("start", _describe_weights(run)),
+        BannerEntry("changed", ", ".join(run.start.config_changes)),
         *itertools.starmap(
-            BannerEntry, summary.describe_data(inputs.train_set, config.data, inputs.schedule)
+            BannerEntry, summary.describe_data(run.train_set, config.data, run.schedule)
         ),
-        BannerEntry("stop", inputs.stop_tokens),
-        BannerEntry("note", inputs.missing_parts),
-        BannerEntry(
-            "note",
-            context_range.describe_excess(
-                inputs.hf_config,
-                row_tokens=config.data.row_tokens,
-                longest_document=int(inputs.train_set.documents.lengths.max()),
-            ),
-        ),
-        BannerEntry("evaluation", _describe_evaluation(inputs)),
+        BannerEntry("stop", stop_text),
+        BannerEntry("note", other_parts.describe_missing(run.hf_config, run.small_files)),
+        BannerEntry("note", excess),
+        BannerEntry("evaluation", _describe_evaluation(run)),
         BannerEntry("devices", device_mesh.describe_devices(spec.mesh)),
-        BannerEntry("mesh", device_mesh.describe(spec.mesh) + _describe_origin("mesh.seq", inputs)),
+        BannerEntry("mesh", device_mesh.describe(spec.mesh) + _auto("mesh.seq", run)),
         BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
         BannerEntry("attention", attention_text, attention_short),
         BannerEntry("memory", memory_descriptions.describe(spec), short=""),
         # to all if the config has some
         BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
-        BannerEntry(
-            "output",
-            *run_dir.describe(
-                config, has_eval_sets=bool(inputs.eval_sets), first_step=inputs.start.step
-            ),
-        ),
+        BannerEntry("output", *output),
     ]
 
 
@@ -106,29 +102,59 @@ def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tu
     return pairs
 
 
-def _describe_origin(field: str, inputs: RunInputs) -> str:
+def _auto(field: str, run: Run) -> str:
     """The end of a line with the choice for a field; empty if the config has a number."""
-    return f" ({field}: auto)" if field in inputs.automatic_fields else ""
+    return f" ({field}: auto)" if field in run.automatic_fields else ""
 
 
-def _describe_evaluation(inputs: RunInputs) -> str:
+def _describe_steps(run: Run) -> str:
+    """Describes the length of the run, with the learning rate: what a user checks first."""
+    config = run.config
+    num_tokens = config.batch.rows_per_step * config.data.row_tokens
+    text = format_count(run.spec.num_steps, "step")
+    if run.start.step:
+        text += f" ({len(run.schedule):,} remaining)"
+    text += f" of {format_count(num_tokens, 'token')}"
+    if epochs := summary.describe_epochs(run.train_set, run.schedule, config.run.epochs):
+        text += f"; {epochs}"
+    return f"{text}; learning rate {config.optimizer.learning_rate:g}"
+
+
+def _describe_weights(run: Run) -> str:
+    """Describes where the weights of the first step come from."""
+    config = run.config
+    if run.start.checkpoint is not None:
+        return f"step {run.start.step} of {run.start.checkpoint}"
+    if run.weights.reader is None:
+        origin = f"random weights, seed {config.run.seed}"
+    else:
+        origin = f"weights of {config.model.source}"
+        if run.weights.left_out:
+            origin += f": {run.weights.left_out}"
+    if config.adapter.source is not None:
+        origin += f"; adapters of {config.adapter.source}"
+    if (run.directory / run_paths.CONFIG_FILE).is_file():
+        origin += "; the run in this directory has no checkpoint and starts again"
+    return origin
+
+
+def _describe_evaluation(run: Run) -> str:
     """Describes what is evaluated, and when; empty without eval sets and tasks."""
-    run = inputs.config.run
-    tasks = retrieval.describe(inputs.task_samples)
-    if not (inputs.eval_sets or tasks):
+    config = run.config.run
+    tasks = retrieval.describe(run.task_samples)
+    if not (run.eval_sets or tasks):
         return ""
-    is_resume = inputs.start.is_resume_in(run_paths.local_dir(run))
     times = []
-    if run.eval_at_start and not is_resume:
+    if config.eval_at_start and not run.is_resume:
         times.append("before the first step")
-    if run.eval_every == "epoch":
+    if config.eval_every == "epoch":
         times.append("after every epoch")
-    elif run.eval_every is not None:
-        times.append(f"every {format_count(run.eval_every, 'step')}")
+    elif config.eval_every is not None:
+        times.append(f"every {format_count(config.eval_every, 'step')}")
     text = " and ".join(filter(None, (", ".join(times), "after the last step")))
-    names = [f"{data.name} ({summary.describe_documents(data)})" for data in inputs.eval_sets]
+    names = [f"{data.name} ({summary.describe_documents(data)})" for data in run.eval_sets]
     text += f": {', '.join(filter(None, (*names, tasks)))}"
-    if run.early_stopping_patience is not None:
-        patience = format_count(run.early_stopping_patience, "evaluation")
+    if config.early_stopping_patience is not None:
+        patience = format_count(config.early_stopping_patience, "evaluation")
         text += f"; the run stops after {patience} without improvement"
     return text

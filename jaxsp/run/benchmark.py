@@ -59,19 +59,20 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     """
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
         directory = str(pathlib.Path(folder) / "run")
-        run = {"directory": directory, "steps": 1 + num_steps, "epochs": None, "resume": "never"}
+        fields = {"directory": directory, "steps": 1 + num_steps, "epochs": None, "resume": "never"}
         run_config = config.with_fields(
-            run=run,
+            run=fields,
             data={"eval": ()},
             eval={"tasks": ()},
             checkpoint={"keep_best": 0, "best_eval": None},
             logging={"profile_steps": None},
         )
-        spec, inputs = build.build_training(run_config, devices=jax.devices())
+        run = build.build_training(run_config, devices=jax.devices())
+    spec = run.spec
     step = memory_compile.compile_fitting_step(spec)
     memory_compile.reserve_host_memory(spec, step.memory_use.host)
-    state = train_state.init_state(spec, inputs.make_weights())
-    loader = inputs.train_set.make_loader(inputs.schedule, spec.placement)
+    state = train_state.init_state(spec, run.weights.make())
+    loader = run.train_set.make_loader(run.schedule, spec.placement)
     seconds = []
     results = []
     segment_lengths = np.zeros(0, np.int64)

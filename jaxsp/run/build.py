@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import pathlib
-import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,8 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
-from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation import long_ppl
-from jaxsp.evaluation.retrieval import Samples
-from jaxsp.hf import folder, model_config, other_parts
-from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf import model_config
 from jaxsp.memory import memory_problems, microbatch_rows, row_meshes
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
@@ -35,33 +31,13 @@ from jaxsp.run import (
     task_samples,
 )
 from jaxsp.run.config_file import Config
-from jaxsp.run.initial_weights import InitialWeights
-from jaxsp.run.inputs import RunInputs, StartPoint
-from jaxsp.run.stop_tokens import StopTokens
-from jaxsp.runtime import device_mesh, run_paths
+from jaxsp.run.run import PreparedModel, Run, StartPoint
+from jaxsp.runtime import device_mesh
 from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
 
 if TYPE_CHECKING:
-    import transformers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResolvedConfig:
-    """Model, mesh and data of a config."""
-
-    config: Config
-    """The whole config; mesh.seq and batch.rows_per_microbatch are numbers."""
-    spec: StepSpec
-    hf_config: dict[str, Any]
-    model_folder: ModelFolder | None
-    adapter_folder: ModelFolder | None
-    tokenizer: "transformers.PreTrainedTokenizerBase | None"
-    stop_tokens: StopTokens
-    train: PackedDataset | None
-    """None unless it was resolved for training."""
-    evals: tuple[PackedDataset, ...]
-    task_samples: Samples
+    pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +52,8 @@ class RunCheckpoint:
 
 def build_training(
     config: Config, *, devices: list[jax.Device], skip: Sequence[pathlib.Path] = ()
-) -> tuple[StepSpec, RunInputs]:
-    """Builds the step and the inputs of a run; writes nothing except caches.
+) -> Run:
+    """Builds a run; writes nothing except caches.
 
     Args: skip: damaged checkpoints, which the run must not resume from.
     Raises:
@@ -88,64 +64,49 @@ def build_training(
     checkpoint = _find_checkpoint(config, skip, problems)
     model_dir = checkpoint.model_dir if checkpoint else None
     # Raises the problems collected so far together with its own
-    resolved = resolve_config(
+    prepared = prepare_model(
         _with_saved_adapter(config, checkpoint),
         devices=devices,
         problems=problems,
         hf_config=checkpoint.meta.model if checkpoint and model_dir else None,
-        run_model_dir=model_dir,
+        model_dir=model_dir,
     )
     rows = config.batch.rows_per_microbatch
     choices = {"mesh.seq": config.mesh.seq, "batch.rows_per_microbatch": rows}
-    automatic_fields = frozenset(field for field, value in choices.items() if value == "auto")
-    config = resolved.config
-    model = resolved.spec.model
-    train_set = resolved.train
-    assert train_set is not None, "resolved for training"
+    config = prepared.config
+    train_set = prepared.train_set
+    assert train_set is not None, "prepared for training"
     start = StartPoint()
     if checkpoint is not None:
         start = resume.make_start_point(
-            checkpoint.meta, checkpoint.path, config, model=model, data=train_set
+            checkpoint.meta,
+            checkpoint.path,
+            config,
+            model=prepared.spec.model,
+            data=train_set,
         )
     schedule = _make_schedule(config, train_set, start)
-    spec = dataclasses.replace(resolved.spec, num_steps=start.step + len(schedule))
+    spec = dataclasses.replace(prepared.spec, num_steps=start.step + len(schedule))
     start = _with_rate_change(start, checkpoint, config, spec.num_steps, train_set)
-    reference = initial_weights.Reference(spec, config.model.source, config.adapter.source)
-    is_resume = checkpoint is not None
     # A checkpoint has all weights except the frozen ones, which come from the model
-    needs_model = not is_resume or config.step.has_frozen_weights
+    needs_model = checkpoint is None or config.step.has_frozen_weights
     weights = initial_weights.open_sources(
-        resolved.spec,
-        resolved.model_folder if needs_model else None,
-        None if is_resume else resolved.adapter_folder,
+        spec,
+        prepared.model_folder if needs_model else None,
+        prepared.adapter_folder if checkpoint is None else None,
     )
-    small_files = model_dir
-    if small_files is None and resolved.model_folder is not None:
-        small_files = resolved.model_folder.path
-    stop_text = resolved.stop_tokens.description
-    if stop_text:
-        stop_text += f"; the export has eos_token_id {resolved.hf_config['eos_token_id']}"
-    inputs = RunInputs(
-        config=config,
-        train_set=train_set,
-        eval_sets=resolved.evals,
-        task_samples=resolved.task_samples,
-        tokenizer=resolved.tokenizer,
-        stop_ids=stop_tokens.list_stop_ids(resolved.hf_config, small_files, resolved.tokenizer),
-        start=start,
+    stop_ids = stop_tokens.list_stop_ids(
+        prepared.hf_config, prepared.small_files, prepared.tokenizer
+    )
+    values = vars(prepared) | {"spec": spec, "train_set": train_set}
+    return Run(
+        **values,
         schedule=schedule,
-        hf_config=resolved.hf_config,
-        weights_origin=_describe_origin(config, weights, checkpoint),
-        automatic_fields=automatic_fields,
-        make_weights=weights.make,
-        make_frozen_weights=weights.make_frozen,
-        make_reference_weights=reference.make,
-        reference_identity=reference.identify,
-        stop_tokens=stop_text,
-        missing_parts=other_parts.describe_missing(resolved.hf_config, small_files),
-        write_model=functools.partial(_save_model_files, resolved, model_dir),
+        start=start,
+        weights=weights,
+        stop_ids=stop_ids,
+        automatic_fields=frozenset(field for field, value in choices.items() if value == "auto"),
     )
-    return spec, inputs
 
 
 def _find_checkpoint(
@@ -224,41 +185,22 @@ def _with_rate_change(
     return dataclasses.replace(start, config_changes=(change, *start.config_changes))
 
 
-def _describe_origin(
-    config: Config, weights: InitialWeights, checkpoint: RunCheckpoint | None
-) -> str:
-    """Describes where the weights of the first step come from."""
-    if checkpoint is not None:
-        return f"step {checkpoint.meta.step} of {checkpoint.path}"
-    if weights.reader is None:
-        origin = f"random weights, seed {config.run.seed}"
-    else:
-        origin = f"weights of {config.model.source}"
-        if weights.left_out:
-            origin += f": {weights.left_out}"
-    if config.adapter.source is not None:
-        origin += f"; adapters of {config.adapter.source}"
-    if (run_paths.local_dir(config.run) / run_paths.CONFIG_FILE).is_file():
-        origin += "; the run in this directory has no checkpoint and starts again"
-    return origin
-
-
-def resolve_config(
+def prepare_model(
     config: Config,
     *,
     devices: list[jax.Device],
     problems: ProblemCollector,
     for_training: bool = True,
     hf_config: dict[str, Any] | None = None,
-    run_model_dir: pathlib.Path | None = None,
-) -> ResolvedConfig:
-    """Resolves the model, the mesh and the data sets of a config.
+    model_dir: pathlib.Path | None = None,
+) -> PreparedModel:
+    """Reads the model and the data sets of a config, and chooses the mesh.
 
     Args:
         problems: problems found before.
         for_training: also read data.train, and require steps that divide into microbatches.
         hf_config: fields of the model's config.json from a checkpoint, instead of model.source.
-        run_model_dir: the run's copy of the model's small files; its tokenizer is used first.
+        model_dir: the run's copy of the model's small files; its tokenizer is used first.
     Raises: UserError with all problems at once; those of the data's contents only if the rest is
         right.
     """
@@ -269,7 +211,7 @@ def resolve_config(
             long_ppl.check(config.data.row_tokens)
     files = model_files.read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
-    tokenizer = model_files.load_checked_tokenizer(config, files, opened, run_model_dir, problems)
+    tokenizer = model_files.load_checked_tokenizer(config, files, opened, model_dir, problems)
     spec = _resolve_mesh(config.step, files.config, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
@@ -294,7 +236,7 @@ def resolve_config(
             f"one step. Use {rows_per_step + 1}, or a data.row_tokens that holds both documents."
         )
     stops = stop_tokens.find(opened, config, tokenizer)
-    return ResolvedConfig(
+    return PreparedModel(
         config=config,
         spec=dataclasses.replace(
             spec,
@@ -305,10 +247,11 @@ def resolve_config(
         hf_config=stops.add_to(model_config.add_token_ids(files.hf_config, tokenizer)),
         model_folder=files.folder,
         adapter_folder=files.adapter.folder,
+        model_dir=model_dir,
         tokenizer=tokenizer,
         stop_tokens=stops,
-        train=train,
-        evals=evals,
+        train_set=train,
+        eval_sets=evals,
         task_samples=task_samples.make(config, tokenizer),
     )
 
@@ -347,24 +290,3 @@ def _resolve_mesh(
         if for_training and model is not None:
             problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     return spec
-
-
-def _save_model_files(
-    resolved: ResolvedConfig, model_dir: pathlib.Path | None, directory: pathlib.Path
-) -> None:
-    """Writes the model's small files (config, tokenizer) into a run directory.
-
-    They are copies of those of the run that is resumed, else of the model's source; without both,
-    only the tokenizer is written.
-    """
-    has_own_tokenizer = resolved.config.model.tokenizer is None
-    directory.mkdir(exist_ok=True)
-    if model_dir is not None:
-        if not model_dir.samefile(directory):
-            shutil.copytree(model_dir, directory, dirs_exist_ok=True)
-    elif resolved.model_folder is not None and has_own_tokenizer:
-        folder.copy_small_files(resolved.model_folder.path, directory)
-        tokenizers.correct_file(directory)
-    elif resolved.tokenizer is not None:
-        resolved.tokenizer.save_pretrained(directory)
-    resolved.stop_tokens.add_to_file(directory, default=resolved.hf_config["eos_token_id"])

@@ -20,7 +20,6 @@ from jaxsp.generation import generator
 from jaxsp.hf.rope import context_range
 from jaxsp.processes import cluster, distributed
 from jaxsp.run import (
-    build,
     comparison,
     config_file,
     eval_files,
@@ -34,6 +33,7 @@ from jaxsp.run import (
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
 from jaxsp.run.given_model import GivenModel
+from jaxsp.run.run import PreparedModel
 from jaxsp.runtime import compilation_cache, run_paths
 from jaxsp.training.metric_table import Line
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         generator.check_head(spec)
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     print_line = functools.partial(output.print_line, console)
-    if missing := references.list_missing(spec, resolved.evals):
+    if missing := references.list_missing(spec, resolved.eval_sets):
         if checkpoint is None:
             raise UserError(
                 f"objective.type = {spec.config.objective.type}: needs a reference model, which is "
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     if text := rope.describe(spec.model, is_changed=config.model.rope is not None):
         print_line(f"rope: {text}")
     row_tokens = spec.config.row_tokens
-    documents = [int(data.documents.lengths.max()) for data in resolved.evals]
+    documents = [int(data.documents.lengths.max()) for data in resolved.eval_sets]
     samples = [sample.length for of_task in resolved.task_samples.values() for sample in of_task]
     excesses = [
         # samples are not cut into rows
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
     ]
     for text in filter(None, dict.fromkeys(excesses)):
         print_line(f"note: {text}")
-    for data in resolved.evals:
+    for data in resolved.eval_sets:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
     lines = []
     for line in _evaluate(given, resolved, master, harness_tasks, print_line):
@@ -119,14 +119,14 @@ def run(args: argparse.Namespace) -> None:
 
 def _evaluate(
     given: GivenModel,
-    resolved: build.ResolvedConfig,
+    resolved: PreparedModel,
     master: Weights,
     harness_tasks: "HarnessTasks | None",
     print_line: Callable[[str], None],
 ) -> Iterator[Line]:
     """Yields the lines of eval sets, retrieval tasks and the harness, and prints each."""
     spec = resolved.spec
-    eval_sets = Evaluator(spec, resolved.evals, has_long_ppl=resolved.config.eval.long_ppl)
+    eval_sets = Evaluator(spec, resolved.eval_sets, has_long_ppl=resolved.config.eval.long_ppl)
     evaluate_tasks = None
     if harness_tasks is not None:
         from jaxsp.run import harness

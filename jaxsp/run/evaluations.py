@@ -13,12 +13,10 @@ from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
 from jaxsp.processes import distributed
 from jaxsp.run import console, metrics, task_plots
-from jaxsp.run.inputs import RunInputs
 from jaxsp.run.metrics import MetricsWriter
-from jaxsp.runtime import run_paths
+from jaxsp.run.run import Run
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.metric_table import Line
-from jaxsp.training.specs import StepSpec
 
 
 class Evaluations:
@@ -26,23 +24,22 @@ class Evaluations:
 
     def __init__(
         self,
-        spec: StepSpec,
-        inputs: RunInputs,
+        run: Run,
         metrics: MetricsWriter,
         status: RunStatus,
         print_line: Callable[[str], None],
     ):
-        config = inputs.config
+        config = run.config
         self._eval_every = config.run.eval_every
-        self._directory = run_paths.local_dir(config.run)
-        self._eval_sets = Evaluator(spec, inputs.eval_sets, has_long_ppl=config.eval.long_ppl)
-        self._tasks = RetrievalEvaluator(self._eval_sets, inputs.task_samples)
+        self._directory = run.directory
+        self._eval_sets = Evaluator(run.spec, run.eval_sets, has_long_ppl=config.eval.long_ppl)
+        self._tasks = RetrievalEvaluator(self._eval_sets, run.task_samples)
         self._samples = SampleGenerator(
-            spec,
-            inputs.eval_sets,
+            run.spec,
+            run.eval_sets,
             count=config.run.generate_samples,
-            tokenizer=inputs.tokenizer,
-            stop_ids=inputs.stop_ids,
+            tokenizer=run.tokenizer,
+            stop_ids=run.stop_ids,
         )
         self._has_generated = False
         self._metrics = metrics

@@ -14,6 +14,7 @@ from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.run import build, config_file, initial_weights, resume
 from jaxsp.run.config_file import Config
+from jaxsp.run.run import PreparedModel
 from jaxsp.runtime import run_paths
 from jaxsp.storage import run_storage
 from jaxsp.training import train_state, trainable
@@ -91,23 +92,23 @@ class GivenModel:
             return None
         return resume.find_model_dir(self.checkpoint)
 
-    def resolve(self, config: Config) -> build.ResolvedConfig:
+    def resolve(self, config: Config) -> PreparedModel:
         """Resolves the config without an optimizer or offloaded activations."""
         on_device: dict[str, Any] = {"offload_activations": "none", "offload_optimizer": "none"}
         on_device |= {"offload_every": 1, "offload_during_attention": "auto"}
         config = config.with_fields(memory=on_device)
         if self.checkpoint is not None:  # it contains the adapters, whose source may be gone
             config = config.with_fields(adapter={"source": None})
-        return build.resolve_config(
+        return build.prepare_model(
             config,
             devices=jax.devices(),
             problems=ProblemCollector(),
             for_training=False,
             hf_config=None if self.meta is None else self.meta.model,
-            run_model_dir=self.find_model_dir(config),
+            model_dir=self.find_model_dir(config),
         )
 
-    def load_weights(self, resolved: build.ResolvedConfig) -> layers.Weights:
+    def load_weights(self, resolved: PreparedModel) -> layers.Weights:
         """Loads the weights onto the mesh. Raises: UserError for missing or damaged files."""
         spec = resolved.spec
         if self.checkpoint is None:

@@ -16,15 +16,13 @@ from jaxsp.checkpoint import disk_space, files, reader
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.evaluation import evaluator
 from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
 from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.processes import distributed
 from jaxsp.run import console as output
 from jaxsp.run import resume, selfcheck
-from jaxsp.run.config_file import Config
 from jaxsp.run.early_stopping import EarlyStopping
-from jaxsp.run.inputs import RunInputs, StartPoint
+from jaxsp.run.run import Run
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec
@@ -44,30 +42,30 @@ class RunStep:
     """Duration of the compilation."""
 
 
-def check_agreement(spec: StepSpec, inputs: RunInputs) -> None:
+def check_agreement(run: Run) -> None:
     """Checks that all processes have the same config, data, options and starting step.
 
     Raises: UserError in all processes if they differ.
     """
     if jax.process_count() == 1:
         return
-    start = inputs.start
+    start = run.start
     compared = [
         (f"data: {source.name}", digest)
-        for data in (inputs.train_set, *inputs.eval_sets)
+        for data in (run.train_set, *run.eval_sets)
         for source, digest in data.digested_sources
     ]
     compared += [
-        ("the config", repr(inputs.config)),
+        ("the config", repr(run.config)),
         ("the checkpoint to resume from", repr(start.rows_consumed)),
-        ("XLA_FLAGS", repr(spec.compile_options)),
-        ("attention (the devices' memory or versions)", repr(spec.attention)),
+        ("XLA_FLAGS", repr(run.spec.compile_options)),
+        ("attention (the devices' memory or versions)", repr(run.spec.attention)),
     ]
     digests = [hashlib.sha256(text.encode()).digest()[:8] for _, text in compared]
     hashes = [np.frombuffer(digest, np.int32) for digest in digests]
     local = np.stack([np.array([start.step, 0], np.int32), *hashes])
     all_processes = multihost_utils.process_allgather(local)
-    resume.check_same_step(inputs.config.run, all_processes[:, 0, 0])
+    resume.check_same_step(run.config.run, all_processes[:, 0, 0])
     is_different = (all_processes[:, 1:] != all_processes[0, 1:]).any((0, 2))
     for (name, _), differs in zip(compared, is_different, strict=True):
         if differs:
@@ -77,75 +75,60 @@ def check_agreement(spec: StepSpec, inputs: RunInputs) -> None:
             )
 
 
-def ranking_eval_set(spec: StepSpec, inputs: RunInputs) -> dict[str, str] | None:
-    """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
-    best_eval = inputs.config.checkpoint.best_eval
-    for data in inputs.eval_sets:
-        if best_eval in (None, data.name):
-            return evaluator.identify_eval_set(data)
-    return None
-
-
-def make_early_stopping(spec: StepSpec, inputs: RunInputs) -> EarlyStopping:
+def make_early_stopping(run: Run) -> EarlyStopping:
     """Early stopping with the state of the run's own checkpoint, if it resumes from one."""
-    config = inputs.config
-    is_resume = inputs.start.is_resume_in(run_paths.local_dir(config.run))
     return EarlyStopping(
-        config.run,
-        ranking_eval_set(spec, inputs),
-        resumed_state=inputs.start.early_stopping if is_resume else None,
+        run.config.run,
+        run.ranking_eval_set,
+        resumed_state=run.start.early_stopping if run.is_resume else None,
     )
 
 
-def describe_completion(
-    spec: StepSpec, inputs: RunInputs, early_stopping: EarlyStopping
-) -> str | None:
+def describe_completion(run: Run, early_stopping: EarlyStopping) -> str | None:
     """Message for a run that has nothing left to do; None if it has steps to run."""
-    directory = inputs.config.run.directory
-    if inputs.start.step >= spec.num_steps:
+    directory = run.config.run.directory
+    if run.start.step >= run.spec.num_steps:
         return (
-            f"{directory}: has all its {spec.num_steps} steps. "
+            f"{directory}: has all its {run.spec.num_steps} steps. "
             "Raise run.steps or run.epochs to train longer."
         )
     if early_stopping.should_stop():
         return (
-            f"{directory}: stopped early at step {inputs.start.step}: {early_stopping.reason}. "
+            f"{directory}: stopped early at step {run.start.step}: {early_stopping.reason}. "
             "Raise run.early_stopping_patience, or set it to null, to train longer."
         )
     return None
 
 
-def finish_run(config: Config, start: StartPoint, *, eval_set: dict[str, str] | None) -> None:
+def finish_run(run: Run) -> None:
     """Deletes superseded checkpoints of a run that has done all its steps.
 
     It does nothing for a run that was to resume from a checkpoint of another run.
-
-    Args: eval_set: name and digest of the eval set that ranks checkpoints.
     """
-    directory = run_paths.local_dir(config.run)
-    if start.is_resume_in(directory) and run_dir.is_writer(directory):
-        checkpoints = directory / run_paths.CHECKPOINTS_DIR
+    if run.is_resume and run_dir.is_writer(run.directory):
+        checkpoints = run.directory / run_paths.CHECKPOINTS_DIR
         try:
             files.remove_leftovers(checkpoints)
-            files.delete_superseded(checkpoints, config.checkpoint, eval_set)
+            files.delete_superseded(checkpoints, run.config.checkpoint, run.ranking_eval_set)
         except OSError as error:
             reason = reader.describe_error(error)
             distributed.log(f"{checkpoints}: an old checkpoint could not be deleted: {reason}")
 
 
-def report_checks(spec: StepSpec, inputs: RunInputs, console: rich.console.Console) -> None:
+def report_checks(run: Run, console: rich.console.Console) -> None:
     """Runs the self-checks and the disk check, and prints a line for each result.
 
     Raises: UserError if a kernel is wrong on this device, or if no checkpoint fits on the disk.
     """
+    spec = run.spec
     lines: list[str | None] = [*selfcheck.check_device(spec)]
     if jax.process_index() == 0:
         state = train_state.abstract_inputs(spec)[0]
-        checkpoints = run_paths.local_dir(inputs.config.run) / run_paths.CHECKPOINTS_DIR
+        checkpoints = run.directory / run_paths.CHECKPOINTS_DIR
         warning = disk_space.check(
-            inputs.config,
+            run.config,
             checkpoint_bytes=disk_space.tree_bytes(reader.list_items(state, spec.table)),
-            num_steps=spec.num_steps - inputs.start.step,
+            num_steps=spec.num_steps - run.start.step,
             leftover_bytes=files.leftover_bytes(checkpoints),
         )
         lines.append(warning)

@@ -23,7 +23,7 @@ from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.run import config_changes, config_file
 from jaxsp.run.config_file import Config
-from jaxsp.run.inputs import StartPoint
+from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.storage import run_storage

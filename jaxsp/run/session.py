@@ -16,13 +16,13 @@ from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing.loader import StepCounts
 from jaxsp.run import console as output
-from jaxsp.run import preflight, references, run_summary, starts
+from jaxsp.run import references, run_summary, starts
 from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.evaluations import Evaluations
-from jaxsp.run.inputs import RunInputs
 from jaxsp.run.metrics import MetricsWriter
 from jaxsp.run.profiler import ProfilerTrace
 from jaxsp.run.progress import Progress
+from jaxsp.run.run import Run
 from jaxsp.run.starts import StartLine
 from jaxsp.run.step_log import StepLog
 from jaxsp.run.trackers.tracker import Outcome
@@ -30,7 +30,6 @@ from jaxsp.run.trackers.trackers import Trackers
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.storage import run_storage
-from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
 
@@ -53,8 +52,7 @@ class RunFiles:
 class Session:
     """Decisions and records between the steps of a run, in one process. Made by `open_session`."""
 
-    spec: StepSpec
-    inputs: RunInputs
+    run: Run
     files: RunFiles
     preemption: Preemption
     early_stopping: EarlyStopping
@@ -76,16 +74,16 @@ class Session:
         """
         is_resume = self.files.is_resume
         # Ask process 0 only: other nodes may have an old copy of the checkpoint's metadata cached
-        is_pending = is_resume and self.inputs.start.has_pending_evaluation
+        is_pending = is_resume and self.run.start.has_pending_evaluation
         is_pending = bool(schedule.broadcast_from_first(float(is_pending)))
-        is_first = self.inputs.config.run.eval_at_start and not is_resume
+        is_first = self.run.config.run.eval_at_start and not is_resume
         if is_first:
             self.early_stopping.expect_evaluation()
         if self.evaluations and (is_pending or is_first):
-            loss = self._evaluate(self.inputs.start.step, state)
+            loss = self._evaluate(self.run.start.step, state)
             if is_resume:
                 self.files.checkpoints.record_eval(
-                    self.inputs.start.step, loss, early_stopping=self.early_stopping.state
+                    self.run.start.step, loss, early_stopping=self.early_stopping.state
                 )
         self.is_stopped_early = self.early_stopping.should_stop()
         self.log.restart_clock()
@@ -96,7 +94,7 @@ class Session:
         `after_dispatch` reads the next batch, which is transferred while the step runs.
         """
         self._read_batch()
-        for step in itertools.count(self.inputs.start.step + 1):
+        for step in itertools.count(self.run.start.step + 1):
             if self.next_batch is None:
                 return
             yield step, *self.next_batch
@@ -136,17 +134,17 @@ class Session:
         The time is not part of any step's time. The evaluation comes first, because its results
         would be lost if the run were killed between the checkpoint and the evaluation.
         """
-        is_last = step == self.spec.num_steps
-        run = self.inputs.config.run
+        is_last = step == self.run.spec.num_steps
+        run = self.run.config.run
         # All processes must do this once per step: the schedule communicates
         is_epoch_end = "epoch" in (run.save_every, run.eval_every) and (
-            self.inputs.train_set.is_epoch_end(self.inputs.schedule, step - self.inputs.start.step)
+            self.run.train_set.is_epoch_end(self.run.schedule, step - self.run.start.step)
         )
         is_save_epoch = is_epoch_end and run.save_every == "epoch"
         should_save = self.checkpoints.is_due(step) or is_last or is_save_epoch
         is_eval_epoch = is_epoch_end and run.eval_every == "epoch"
         should_evaluate = self.evaluations.is_due(step) or is_last or is_eval_epoch
-        should_rank = should_save and self.inputs.config.checkpoint.keep_best > 0
+        should_rank = should_save and self.run.config.checkpoint.keep_best > 0
         if should_evaluate or (should_rank and run.eval_every is None):
             self.early_stopping.expect_evaluation()
         should_evaluate |= should_rank
@@ -192,7 +190,7 @@ class Session:
             "the last checkpoint", expected_s=self.preemption.status.step_s, is_writing=True
         )
         # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
-        self.has_pending_evaluation |= self.inputs.config.checkpoint.keep_best > 0
+        self.has_pending_evaluation |= self.run.config.checkpoint.keep_best > 0
         self.checkpoints.finish(state, self._build_meta())
 
     @property
@@ -200,7 +198,7 @@ class Session:
         """End of the run, after its last step."""
         if not self.log.can_continue:
             return "failed"
-        is_complete = self.is_stopped_early or self.log.num_steps >= self.spec.num_steps
+        is_complete = self.is_stopped_early or self.log.num_steps >= self.run.spec.num_steps
         return "finished" if is_complete or self.preemption.reason is None else "stopped"
 
     def print_outcome(self, console: rich.console.Console) -> None:
@@ -211,12 +209,12 @@ class Session:
         step = self.checkpoints.last_saved_step
         if not self.log.can_continue:
             raise NeedsAttentionError(self.log.nonfinite.stop_message(saved_step=step))
-        is_complete = step >= self.spec.num_steps
+        is_complete = step >= self.run.spec.num_steps
         if self.is_stopped_early and not is_complete:
             self.files.progress.print_line(
                 f"stopped early after step {step}: {self.early_stopping.reason}"
             )
-            if step == self.inputs.start.step:  # nothing to summarize
+            if step == self.run.start.step:  # nothing to summarize
                 return
         elif self.preemption.reason is not None and not is_complete:
             self.files.progress.print_line(
@@ -225,33 +223,33 @@ class Session:
             )
             return
         summary_pairs = run_summary.summarize_run(
-            self.inputs.config.run.directory,
+            self.run.config.run.directory,
             self.log.first_line,
             self.log.last_line,
             recent_losses=self.log.recent_losses,
             seconds=self.log.elapsed_s,
             steps_s=self.log.steps_s,
-            has_eval_sets=bool(self.inputs.eval_sets),
+            has_eval_sets=bool(self.run.eval_sets),
         )
         output.print_pairs(console, summary_pairs)
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:
         """Evaluates, and returns the loss on the eval set that ranks checkpoints."""
-        when = f"before step {step + 1}" if step == self.inputs.start.step else f"after step {step}"
+        when = f"before step {step + 1}" if step == self.run.start.step else f"after step {step}"
         lines = self.evaluations.run(state.master, step=step, when=when)
         self.early_stopping.record(step, lines)
         return lines[self.files.eval_set["name"]]["loss"] if self.files.eval_set else None
 
     def _build_meta(self) -> CheckpointMeta:
         """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
-        config = self.inputs.config
-        inputs = self.inputs
+        run = self.run
+        config = run.config
         return CheckpointMeta(
             config=config.model_dump(mode="json"),
-            model=inputs.hf_config,
-            data=inputs.train_set.fingerprint(config.data, seed=config.run.seed),
+            model=run.hf_config,
+            data=run.train_set.fingerprint(config.data, seed=config.run.seed),
             step=self.log.num_steps,
-            rows_consumed=inputs.schedule.rows_consumed(self.log.num_steps - inputs.start.step),
+            rows_consumed=run.schedule.rows_consumed(self.log.num_steps - run.start.step),
             num_tokens_total=self.log.num_tokens,
             has_pending_evaluation=self.has_pending_evaluation,
             early_stopping=self.early_stopping.state,
@@ -261,8 +259,7 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-    spec: StepSpec,
-    inputs: RunInputs,
+    run: Run,
     state: TrainState,
     console: rich.console.Console,
     preemption: Preemption,
@@ -278,33 +275,32 @@ def open_session(
 
     Raises: NeedsAttentionError at the end, after steps that were not finite.
     """
-    config = inputs.config
-    first_step = inputs.start.step
+    config = run.config
+    spec = run.spec
+    first_step = run.start.step
     status = preemption.status
-    loader = inputs.train_set.make_loader(inputs.schedule, spec.placement)
+    loader = run.train_set.make_loader(run.schedule, spec.placement)
     progress = Progress(console, first_step=first_step, num_steps=spec.num_steps)
     with contextlib.ExitStack() as stack:
         directory = run_paths.local_dir(config.run)
         stack.enter_context(
-            run_dir.create(
-                directory, config, banner_text=banner_text, keep_model=inputs.write_model
-            )
+            run_dir.create(directory, config, banner_text=banner_text, keep_model=run.write_model)
         )
         starts.record_start(directory, start_line)
         references.keep(
             spec,
-            [inputs.train_set, *inputs.eval_sets],
+            [run.train_set, *run.eval_sets],
             directory / references.FOLDER,
             find_identity=functools.partial(
                 references.choose_identity,
-                is_resume=inputs.start.is_resume_in(directory),
-                compute=inputs.reference_identity,
+                is_resume=run.is_resume,
+                compute=run.reference.identify,
             ),
         )
-        is_resume = inputs.start.is_resume_in(directory)
-        eval_set = preflight.ranking_eval_set(spec, inputs)
+        is_resume = run.is_resume
+        eval_set = run.ranking_eval_set
         # A new run also drops lines of an evaluation before its first step, and repeats it
-        from_step = inputs.start.step if is_resume else inputs.start.step - 1
+        from_step = run.start.step if is_resume else run.start.step - 1
         trackers = Trackers(config, from_step=from_step, is_resume=is_resume)
         stack.enter_context(trackers)
         metrics = MetricsWriter(directory, from_step=from_step, trackers=trackers)
@@ -331,16 +327,15 @@ def open_session(
             trace=stack.enter_context(trace),
         )
         session = Session(
-            spec=spec,
-            inputs=inputs,
+            run=run,
             files=files,
             preemption=preemption,
             early_stopping=early_stopping,
-            evaluations=Evaluations(spec, inputs, files.metrics, status, progress.print_line),
+            evaluations=Evaluations(run, files.metrics, status, progress.print_line),
             checkpoints=CheckpointSchedule(
                 files.checkpoints, config.run, first_step=first_step, print_line=progress.print_line
             ),
-            log=StepLog(spec, inputs, files.metrics, progress, status),
+            log=StepLog(run, files.metrics, progress, status),
             rows=stack.enter_context(contextlib.closing(loader.batches())),
             base_checksums=base_checksums,
         )

@@ -13,10 +13,9 @@ import jax
 from jaxsp.core import files
 from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.model import flops
-from jaxsp.run.inputs import RunInputs
 from jaxsp.run.metrics import METRICS_FILE
-from jaxsp.runtime import jsonl, run_dir, run_paths
-from jaxsp.training.specs import StepSpec
+from jaxsp.run.run import Run
+from jaxsp.runtime import jsonl, run_dir
 
 STARTS_FILE = "starts.jsonl"
 
@@ -69,22 +68,21 @@ class StartLine:
     temporaries are the rest. host is empty if nothing is offloaded."""
 
 
-def describe_start(
-    spec: StepSpec, inputs: RunInputs, *, memory: StepMemory, compile_s: float
-) -> StartLine:
+def describe_start(run: Run, *, memory: StepMemory, compile_s: float) -> StartLine:
     """Returns the line of a start."""
+    spec = run.spec
     devices = spec.mesh.devices.flatten()
-    checkpoint = inputs.start.checkpoint
+    checkpoint = run.start.checkpoint
     version = None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("jaxsp")
     return StartLine(
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         host=platform.node(),
-        from_step=inputs.start.step,
-        previous_step=_read_last_step(run_paths.local_dir(inputs.config.run) / METRICS_FILE),
+        from_step=run.start.step,
+        previous_step=_read_last_step(run.directory / METRICS_FILE),
         checkpoint=None if checkpoint is None else str(checkpoint),
-        config_changes=list(inputs.start.config_changes),
+        config_changes=list(run.start.config_changes),
         num_steps=spec.num_steps,
         num_parameters=flops.num_parameters(spec.table),
         num_devices=len(devices),

@@ -15,14 +15,13 @@ from jaxsp.data.packing.loader import StepCounts
 from jaxsp.evaluation import evaluator
 from jaxsp.model import flops
 from jaxsp.run import metrics
-from jaxsp.run.inputs import RunInputs
 from jaxsp.run.metrics import MetricsWriter, StepFields
 from jaxsp.run.nonfinite import NonfiniteTracker
 from jaxsp.run.progress import Progress
+from jaxsp.run.run import Run
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Line
-from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_step import StepResults
 
 SLOW_MFU = 0.01
@@ -93,14 +92,12 @@ class StepLog:
 
     def __init__(
         self,
-        spec: StepSpec,
-        inputs: RunInputs,
+        run: Run,
         writer: MetricsWriter,
         progress: Progress,
         status: RunStatus,
     ):
-        self._spec = spec
-        self._inputs = inputs
+        self._run = run
         self._writer = writer
         self._progress = progress
         self._status = status
@@ -109,14 +106,14 @@ class StepLog:
         self._batch_requested_at = self._began
         self._batch_ready_at = self._began
         self._previous_step: DispatchedStep | None = None
-        self._num_finished = inputs.start.step
-        self._num_tokens = inputs.start.num_tokens
-        self._source_names = [source.name for source in inputs.train_set.documents.sources]
+        self._num_finished = run.start.step
+        self._num_tokens = run.start.num_tokens
+        self._source_names = [source.name for source in run.train_set.documents.sources]
         self._checkpoint_wait_s = 0.0
         self.steps_s = 0.0
         """Seconds of the recorded steps, without evaluations, checkpoints and compilations."""
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
-        self.nonfinite = NonfiniteTracker(inputs.config.run, writer)
+        self.nonfinite = NonfiniteTracker(run.config.run, writer)
         self.first_line: Line = {}
         """Line of the first recorded step; empty before it."""
         self.last_line: Line = {}
@@ -178,8 +175,8 @@ class StepLog:
         self._status.finished(self._num_finished, step_s)
         self._num_tokens += int(results["num_tokens"])
         if not results["is_finite"]:
-            loader = self._inputs.train_set.make_loader(self._inputs.schedule, self._spec.placement)
-            step_index = self._num_finished - self._inputs.start.step - 1
+            loader = self._run.train_set.make_loader(self._run.schedule, self._run.spec.placement)
+            step_index = self._num_finished - self._run.start.step - 1
             self.nonfinite.record_step(self._num_finished, results, loader, step_index)
             if self.can_continue:
                 self._progress.print_line(
@@ -190,8 +187,8 @@ class StepLog:
         self.first_line = self.first_line or self.last_line
         if self.last_line["loss"] is not None:
             self.recent_losses.append(self.last_line["loss"])
-        is_due = evaluator.is_due(self._inputs.config.run.log_every, self._num_finished)
-        if is_due or not results["is_finite"] or self._num_finished == self._spec.num_steps:
+        is_due = evaluator.is_due(self._run.config.run.log_every, self._num_finished)
+        if is_due or not results["is_finite"] or self._num_finished == self._run.spec.num_steps:
             self._writer.write_step(self.last_line)
             self._checkpoint_wait_s = 0.0
         self._progress.show_step(self.last_line)
@@ -224,20 +221,20 @@ class StepLog:
         if peak is None:
             return None
         step_flops = self._count_flops(counts)
-        return step_flops / (SLOW_MFU * peak * 1e12 * self._spec.mesh.size)
+        return step_flops / (SLOW_MFU * peak * 1e12 * self._run.spec.mesh.size)
 
     def _count_flops(self, counts: StepCounts) -> float:
-        return flops.step_flops(self._spec.model, counts.segment_lengths, self._spec.table)
+        return flops.step_flops(self._run.spec.model, counts.segment_lengths, self._run.spec.table)
 
     @property
     def _peak_tflops(self) -> float | None:
-        return flops.peak_tflops(self._spec.mesh.devices.flat[0].device_kind)
+        return flops.peak_tflops(self._run.spec.mesh.devices.flat[0].device_kind)
 
     def _build_line(
         self, step: DispatchedStep, results: StepResults, *, step_s: float, data_wait_s: float
     ) -> Line:
-        config = self._spec.config
-        mesh = self._spec.mesh
+        config = self._run.spec.config
+        mesh = self._run.spec.mesh
         counts = step.counts
         num_devices = mesh.devices.size
         num_tokens = int(results["num_tokens"])

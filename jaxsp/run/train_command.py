@@ -20,7 +20,7 @@ from jaxsp.runtime.watchdog import Watchdog
 from jaxsp.storage import run_storage
 
 
-def run(args: argparse.Namespace, config: Config, process: Process) -> None:
+def train(args: argparse.Namespace, config: Config, process: Process) -> None:
     """Trains a config. Raises: UserError with all problems found before the first step."""
     if process.index == 0:
         config.logging.check_installed()
@@ -53,10 +53,8 @@ def run(args: argparse.Namespace, config: Config, process: Process) -> None:
             damaged: list[pathlib.Path] = []
             while True:
                 try:
-                    spec, inputs = build.build_training(config, devices=jax.devices(), skip=damaged)
-                    trainer.train(
-                        spec, inputs, console, preemption=preemption, verbose=args.verbose
-                    )
+                    run = build.build_training(config, devices=jax.devices(), skip=damaged)
+                    trainer.train(run, console, preemption=preemption, verbose=args.verbose)
                     break
                 except DamagedCheckpointError as damage:
                     message = resume.skip_damaged(config.run, damage)

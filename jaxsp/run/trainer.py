@@ -9,20 +9,17 @@ from jaxsp.blocks import layers
 from jaxsp.checkpoint import base, reader
 from jaxsp.run import banner, preflight, references, starts
 from jaxsp.run import console as output
-from jaxsp.run.inputs import RunInputs
 from jaxsp.run.preflight import StepFunction
+from jaxsp.run.run import Run
 from jaxsp.run.session import Session, open_session
-from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import train_state
-from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 
 
 def train(
-    spec: StepSpec,
-    inputs: RunInputs,
+    run: Run,
     console: rich.console.Console,
     *,
     preemption: Preemption | None = None,
@@ -41,41 +38,26 @@ def train(
         NeedsAttentionError: a step was not finite (unless run.on_nonfinite allows it), or the last
             checkpoint could not be written.
     """
-    preemption = preemption or Preemption(inputs.config.run, RunStatus())
-    preflight.check_agreement(spec, inputs)
-    early_stopping = preflight.make_early_stopping(spec, inputs)
-    if message := preflight.describe_completion(spec, inputs, early_stopping):
-        eval_set = preflight.ranking_eval_set(spec, inputs)
-        preflight.finish_run(inputs.config, inputs.start, eval_set=eval_set)
+    preemption = preemption or Preemption(run.config.run, RunStatus())
+    preflight.check_agreement(run)
+    early_stopping = preflight.make_early_stopping(run)
+    if message := preflight.describe_completion(run, early_stopping):
+        preflight.finish_run(run)
         output.print_line(console, message)
         return
-    entries = banner.describe_run(spec, inputs)
+    entries = banner.describe_run(run)
     output.print_pairs(console, banner.select_pairs(entries, is_verbose=verbose))
-    preflight.report_checks(spec, inputs, console)
-    step = preflight.compile_step(spec, console)
-    start_line = starts.describe_start(spec, inputs, memory=step.memory, compile_s=step.seconds)
-    has_reference_state = inputs.start.checkpoint is None
-    if not has_reference_state:
-        _prepare_references(spec, inputs, inputs.make_reference_weights, console, preemption)
-    checkpoint = inputs.start.checkpoint
-    if checkpoint is None:
-        state = train_state.init_state(spec, inputs.make_weights())
-        base_checksums = base.compute_checksums(spec.table, state.master)
-    else:
-        state = reader.restore(
-            checkpoint,
-            train_state.abstract_inputs(spec)[0],
-            table=spec.table,
-            num_steps=inputs.start.step,
-            frozen=inputs.make_frozen_weights(),
-        )
-        base_checksums = base.compute_checksums(spec.table, state.master)
-        base.check(checkpoint, base_checksums)
-    if has_reference_state:
-        _prepare_references(spec, inputs, lambda: state.master, console, preemption)
+    preflight.report_checks(run, console)
+    step = preflight.compile_step(run.spec, console)
+    start_line = starts.describe_start(run, memory=step.memory, compile_s=step.seconds)
+    prepare_references = functools.partial(_prepare_references, run, console, preemption)
+    if run.start.checkpoint is not None:
+        prepare_references(run.reference.make)
+    state, base_checksums = _make_state(run)
+    if run.start.checkpoint is None:
+        prepare_references(lambda: state.master)
     with open_session(
-        spec,
-        inputs,
+        run,
         state,
         console,
         preemption,
@@ -88,31 +70,46 @@ def train(
         session.save_last(state)
 
 
+def _make_state(run: Run) -> tuple[TrainState, dict[str, str]]:
+    """State of the first step, and checksums of the frozen weights."""
+    spec = run.spec
+    checkpoint = run.start.checkpoint
+    if checkpoint is None:
+        state = train_state.init_state(spec, run.weights.make())
+        return state, base.compute_checksums(spec.table, state.master)
+    state = reader.restore(
+        checkpoint,
+        train_state.abstract_inputs(spec)[0],
+        table=spec.table,
+        num_steps=run.start.step,
+        frozen=run.weights.make_frozen(),
+    )
+    base_checksums = base.compute_checksums(spec.table, state.master)
+    base.check(checkpoint, base_checksums)
+    return state, base_checksums
+
+
 def _prepare_references(
-    spec: StepSpec,
-    inputs: RunInputs,
-    make_weights: Callable[[], layers.Weights],
+    run: Run,
     console: rich.console.Console,
     preemption: Preemption,
+    make_weights: Callable[[], layers.Weights],
 ) -> None:
     """Computes or reads the log-probabilities of the reference model, if the objective needs them.
 
     Args: make_weights: makes the weights of the reference model.
     """
-    data_sets = [inputs.train_set, *inputs.eval_sets]
-    if not references.list_missing(spec, data_sets):
+    data_sets = [run.train_set, *run.eval_sets]
+    if not references.list_missing(run.spec, data_sets):
         return
     preemption.status.begin("the reference pass")
-    directory = run_paths.local_dir(inputs.config.run)
-    folder = directory / references.FOLDER
+    folder = run.directory / references.FOLDER
     references.prepare(
-        spec,
+        run.spec,
         data_sets,
         folders=[folder],
         weights_identity=references.choose_identity(
-            folder,
-            is_resume=inputs.start.is_resume_in(directory),
-            compute=inputs.reference_identity,
+            folder, is_resume=run.is_resume, compute=run.reference.identify
         ),
         make_weights=make_weights,
         print_line=functools.partial(output.print_line, console),

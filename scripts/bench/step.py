@@ -81,7 +81,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         fields |= {"compile_s": time.perf_counter() - began, "from_cache": CACHE_HIT in events}
         fields |= describe_step(fitted, choice.kernel.name)
         memory_compile.reserve_host_memory(spec, fitted.memory_use.host)
-        state = train_state.init_state(spec, inputs.make_weights())
+        state = train_state.init_state(spec, inputs.weights.make())
         seconds = []
         for _ in range(cases.WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
@@ -106,7 +106,8 @@ def build_case(case: Case, folder: pathlib.Path, device: jax.Device) -> tuple[An
     source = folder / "documents.jsonl"
     cases.write_documents(case, source)
     config = cases.make_config(case, source=source, directory=folder / "run")
-    spec, inputs = build.build_training(config, devices=[device])
+    inputs = build.build_training(config, devices=[device])
+    spec = inputs.spec
     ((batch, counts),) = inputs.train_set.make_loader(
         inputs.train_set.make_schedule(config.batch.rows_per_step, num_steps=1),
         spec.placement,

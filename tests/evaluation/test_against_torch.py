@@ -122,7 +122,7 @@ def harness_models(folder):
         "model": {"compute_dtype": "float32"},
         "optimizer": {"learning_rate": 0.0},
     }
-    resolved = build.resolve_config(
+    resolved = build.prepare_model(
         config_file.parse(fields, changes),
         devices=jax.devices()[:4],
         problems=ProblemCollector(),

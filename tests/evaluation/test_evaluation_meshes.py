@@ -58,7 +58,7 @@ def evaluate(folder, num_devices, words):
         "batch": {"rows_per_step": 8},
         "optimizer": {"learning_rate": 0.0},
     }
-    resolved = build.resolve_config(
+    resolved = build.prepare_model(
         config_file.parse(fields, words),
         devices=jax.devices()[:num_devices],
         problems=ProblemCollector(),
@@ -66,7 +66,7 @@ def evaluate(folder, num_devices, words):
     )
     spec = resolved.spec
     master = initial_weights.open_sources(spec, None, None).make()
-    eval_sets = Evaluator(spec, resolved.evals)
+    eval_sets = Evaluator(spec, resolved.eval_sets)
     tasks = RetrievalEvaluator(eval_sets, resolved.task_samples)
     return [line for each in (eval_sets, tasks) for line in each.run(master, num_steps=0)]
 

@@ -82,9 +82,10 @@ class SavedRun:
             "logging": {"trackers": []},
         }
         config = config_file.parse(fields)
-        spec, inputs = build.build_training(config, devices=jax.devices()[:8])
+        inputs = build.build_training(config, devices=jax.devices()[:8])
+        spec = inputs.spec
         self.spec = spec
-        trainer.train(spec, inputs, rich.console.Console(quiet=True))
+        trainer.train(inputs, rich.console.Console(quiet=True))
         self.path = folder / "run/checkpoints/2"
         self.table = self.spec.table
         self.state_shapes = train_state.abstract_inputs(self.spec)[0]

@@ -46,8 +46,8 @@ def make_config(folder, directory, *changes):
 def train(config):
     """Trains on one device. Returns the output."""
     output = io.StringIO()
-    spec, inputs = build.build_training(config, devices=jax.devices()[:1])
-    trainer.train(spec, inputs, rich.console.Console(file=output, width=200))
+    inputs = build.build_training(config, devices=jax.devices()[:1])
+    trainer.train(inputs, rich.console.Console(file=output, width=200))
     return output.getvalue()
 
 

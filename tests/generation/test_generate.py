@@ -40,8 +40,8 @@ def run(tmp_path_factory):
         "optimizer": {"learning_rate": 1e-3},
     }
     config = config_file.parse(fields, ["run.generate_samples=2"])
-    spec, inputs = build.build_training(config, devices=jax.devices()[:4])
-    trainer.train(spec, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config, devices=jax.devices()[:4])
+    trainer.train(inputs, rich.console.Console(quiet=True))
     return folder / "run"
 
 

@@ -53,8 +53,8 @@ def settings(folder: pathlib.Path, *words: str):
 
 def train(config) -> None:
     num_devices = config.mesh.data * config.mesh.seq
-    spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
-    trainer.train(spec, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    trainer.train(inputs, rich.console.Console(quiet=True))
 
 
 def write_base(directory: pathlib.Path) -> None:
@@ -111,8 +111,8 @@ def test_the_disk_needs_space_for_the_trained_weights_only(straight, monkeypatch
     needed = []
     check = lambda config, *, checkpoint_bytes, **others: needed.append(checkpoint_bytes)
     monkeypatch.setattr(disk_space, "check", check)
-    spec, inputs = build.build_training(settings(straight), devices=jax.devices())
-    preflight.report_checks(spec, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(settings(straight), devices=jax.devices())
+    preflight.report_checks(inputs, rich.console.Console(quiet=True))
     arrays = reader.read_meta(straight / f"run/checkpoints/{STEPS}").arrays
     num_stored = sum(np.prod(array["shape"]) for array in arrays.values())
     assert 4 * num_stored <= needed[0] <= 1.2 * 4 * num_stored  # shards are padded

@@ -17,8 +17,8 @@ def entries(tmp_path_factory):
         "run": {"directory": str(folder / "run"), "epochs": 2},
         "data": {"train": [source], "row_tokens": 64},
     }
-    spec, inputs = build.build_training(config_file.parse(fields), devices=jax.devices())
-    return banner.describe_run(spec, inputs)
+    inputs = build.build_training(config_file.parse(fields), devices=jax.devices())
+    return banner.describe_run(inputs)
 
 
 def test_the_first_lines_have_tokens_of_a_step_steps_epochs_and_learning_rate(entries):

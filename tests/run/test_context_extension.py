@@ -47,8 +47,8 @@ def settings(folder, *words, steps=1):
 
 def train(config):
     console = rich.console.Console(record=True, width=200, quiet=True)
-    spec, inputs = build.build_training(config, devices=jax.devices()[:2])
-    trainer.train(spec, inputs, console)
+    inputs = build.build_training(config, devices=jax.devices()[:2])
+    trainer.train(inputs, console)
 
 
 def mean_loss(model, documents):

@@ -51,7 +51,7 @@ def test_a_later_run_finds_the_tokens(monkeypatch, capsys):
         train.main(["c.yaml", "--prepare-data"])
     printed = capsys.readouterr().out
     monkeypatch.setattr(tokenize, "_map_dataset", lambda *_, **__: pytest.fail("tokenizes again"))
-    _, inputs = build.build_training(config_file.load("c.yaml", []), devices=jax.devices()[:1])
+    inputs = build.build_training(config_file.load("c.yaml", []), devices=jax.devices()[:1])
     num_tokens = int(inputs.train_set.documents.segments.length.sum())
     assert re.search(rf"^data +2 documents .*\b{num_tokens:,} tokens", printed, re.MULTILINE)
     assert re.search(rf"^steps +{len(inputs.schedule)} steps$", printed, re.MULTILINE)

@@ -45,9 +45,9 @@ def settings(folder, *words):
 
 def train(config):
     console = rich.console.Console(width=200, file=None)
-    spec, inputs = build.build_training(config, devices=jax.devices()[:1])
+    inputs = build.build_training(config, devices=jax.devices()[:1])
     with console.capture() as capture:
-        trainer.train(spec, inputs, console)
+        trainer.train(inputs, console)
     return " ".join(capture.get().split())
 
 

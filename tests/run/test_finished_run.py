@@ -1,13 +1,14 @@
 """A run that is done leaves no checkpoint too many, and one whose checkpoints are gone stops."""
 
 import shutil
+import types
 
 import pytest
 
 from jaxsp.checkpoint import files
 from jaxsp.core.errors import UserError
 from jaxsp.run import preflight, resume
-from jaxsp.run.inputs import StartPoint
+from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_paths
 from tests import messages
@@ -30,7 +31,12 @@ def test_a_run_that_is_done_deletes_what_a_kill_has_left(tmp_path):
 
     def finish(checkpoint):
         start = StartPoint(checkpoint=checkpoint, step=11)
-        preflight.finish_run(config, start, eval_set=None)
+        is_resume = start.is_resume_in(tmp_path)
+        preflight.finish_run(
+            types.SimpleNamespace(
+                config=config, directory=tmp_path, is_resume=is_resume, ranking_eval_set=None
+            )
+        )
         return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 
     assert finish(tmp_path.parent / "other/checkpoints/11") == ["10", "11", "8", "9.deleting"]

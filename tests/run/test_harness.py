@@ -73,7 +73,7 @@ def models(folder):
         "model": {"source": str(folder), "compute_dtype": "float32"},
         "optimizer": {"learning_rate": 0.0},
     }
-    resolved = build.resolve_config(
+    resolved = build.prepare_model(
         config_file.parse(fields),
         devices=jax.devices()[:1],
         problems=ProblemCollector(),

@@ -32,8 +32,8 @@ def train(folder, *, steps):
         "logging": {"trackers": []},
     }
     console = rich.console.Console(record=True, width=200, quiet=True)
-    spec, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
-    trainer.train(spec, inputs, console)
+    inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
+    trainer.train(inputs, console)
 
 
 @pytest.mark.e2e

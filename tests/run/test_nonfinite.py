@@ -46,14 +46,15 @@ def folder(tmp_path_factory):
         records[number][offset] = NEW
     lines = [json.dumps({"input_ids": record}) for record in records]
     (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    spec, inputs = build.build_training(
+    inputs = build.build_training(
         make_config(folder, "model.source=null", f"model.config={json.dumps(MODEL)}"),
         devices=jax.devices()[:1],
     )
+    spec = inputs.spec
     whole = jax.tree.map(
         lambda param, x: np.array(x)[..., *map(slice, param.shape)],
         spec.table,
-        inputs.make_weights(),
+        inputs.weights.make(),
     )
     whole["embedding"][NEW] = np.nan
     tokenizer = tokenizers.make_byte_tokenizer()
@@ -86,8 +87,8 @@ def make_config(folder, *words):
 
 def train(config):
     devices = jax.devices()[: config.mesh.data * config.mesh.seq]
-    spec, inputs = build.build_training(config, devices=devices)
-    trainer.train(spec, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config, devices=devices)
+    trainer.train(inputs, rich.console.Console(quiet=True))
 
 
 def lines(directory, name=metrics.METRICS_FILE):
@@ -139,7 +140,7 @@ def test_skipped_step_counts_in_the_schedule_and_changes_nothing(skipped, folder
     assert [line["learning_rate"] for line in all_lines] == pytest.approx(
         [0.01 * (1 - n / STEPS) for n in range(STEPS)]
     )
-    spec, _ = build.build_training(make_config(folder), devices=jax.devices()[:1])
+    spec = build.build_training(make_config(folder), devices=jax.devices()[:1]).spec
     state = reader.restore(
         run_paths.find_latest(directory),
         train_state.abstract_inputs(spec)[0],

@@ -78,9 +78,9 @@ def settings(folder, name, *words, sources=("train",), sizes=(1, 1), **sections)
 def run(config, num_devices=1, quiet=True):
     """Trains. Returns: lines of metrics.jsonl, and the text on the console."""
     console = rich.console.Console(record=True, width=200, quiet=quiet, file=None)
-    spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    inputs = build.build_training(config, devices=jax.devices()[:num_devices])
     with console.capture() as capture:
-        trainer.train(spec, inputs, console)
+        trainer.train(inputs, console)
     lines = commands.read_lines(pathlib.Path(config.run.directory) / "metrics.jsonl")
     return lines, capture.get()
 
@@ -194,7 +194,7 @@ def write_adapter(folder, kind):
     directory = folder / f"adapter {kind}"
     if not directory.exists():
         config = settings(folder, "unused", adapter={"type": kind, "rank": 4})
-        spec, _ = build.build_training(config, devices=jax.devices()[:1])
+        spec = build.build_training(config, devices=jax.devices()[:1]).spec
         table = trainable.select_trained(spec.table, spec.table)
         rng = np.random.default_rng(5)
         draw = lambda param: rng.uniform(0.05, 0.2, param.stacked_shape).astype(np.float32)
@@ -261,18 +261,16 @@ def test_the_files_of_references_belong_to_the_adapter_that_training_continues(f
     source = pathlib.Path(write_adapter(folder, "lora"))
     adapter = {"type": "lora", "source": str(source)}
     config = settings(folder, "identity", adapter=adapter)
-    _, inputs = build.build_training(config, devices=jax.devices()[:1])
-    weights, reference = map(
-        batches.name_leaves, (inputs.make_weights(), inputs.make_reference_weights())
-    )
+    inputs = build.build_training(config, devices=jax.devices()[:1])
+    weights, reference = map(batches.name_leaves, (inputs.weights.make(), inputs.reference.make()))
     for path in weights:
         assert batches.is_bitwise_equal(reference[path], weights[path]), path
-    identity = inputs.reference_identity()
-    assert identity == inputs.reference_identity()
+    identity = inputs.reference.identify()
+    assert identity == inputs.reference.identify()
     file = source / peft.WEIGHTS_FILE
     shutil.copy(file, folder / "copy")
     (folder / "copy").replace(file)
-    assert inputs.reference_identity() != identity
+    assert inputs.reference.identify() != identity
 
 
 def test_given_references_are_used(folder):
@@ -310,7 +308,8 @@ def test_the_evaluation_is_that_of_the_training_loss(folder):
 
 
 def test_an_evaluator_without_references_is_an_internal_error(folder):
-    spec, inputs = build.build_training(settings(folder, "none"), devices=jax.devices()[:1])
+    inputs = build.build_training(settings(folder, "none"), devices=jax.devices()[:1])
+    spec = inputs.spec
     inputs.train_set.documents.references = None
     with pytest.raises(AssertionError, match="references"):
-        Evaluator(spec, []).evaluate(inputs.train_set, inputs.make_weights(), num_steps=0)
+        Evaluator(spec, []).evaluate(inputs.train_set, inputs.weights.make(), num_steps=0)

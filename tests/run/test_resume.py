@@ -24,7 +24,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.run import build, config_file, resume, trainer
-from jaxsp.run.inputs import StartPoint
+from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_paths
 from tests import batches, commands, messages, tolerances
@@ -59,8 +59,8 @@ def settings(folder, *words):
 def train(chosen):
     console = rich.console.Console(record=True, width=200, quiet=True)
     num_devices = chosen.mesh.data * chosen.mesh.seq
-    spec, material = build.build_training(chosen, devices=jax.devices()[:num_devices])
-    trainer.train(spec, material, console)
+    material = build.build_training(chosen, devices=jax.devices()[:num_devices])
+    trainer.train(material, console)
 
 
 def lines(directory, name="metrics.jsonl"):
@@ -148,7 +148,7 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, s
 
 def prepare_table(folder):
     chosen = settings(folder, f"run.directory={folder}/elsewhere")
-    return build.build_training(chosen, devices=jax.devices())[0].table
+    return build.build_training(chosen, devices=jax.devices()).spec.table
 
 
 @pytest.mark.e2e
@@ -310,7 +310,7 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
 def test_a_resumed_run_names_a_jump_of_the_learning_rate(stopped, num_steps, rate):
     """Cosine from 0.01 after 2 steps of warmup: 0.005 in step 7 of 10."""
     config = settings(stopped, f"run.steps={num_steps}")
-    _, inputs = build.build_training(config, devices=jax.devices())
+    inputs = build.build_training(config, devices=jax.devices())
     changes = [change for change in inputs.start.config_changes if "learning rate" in change]
     assert changes == ([f"learning rate of step 7 0.005 -> {rate}"] if rate else [])
 
@@ -344,7 +344,7 @@ def test_the_learning_rate_of_a_run_of_epochs_is_that_of_its_last_epoch(tmp_path
 def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     text = "All work and no play makes Jack a dull boy. "
     (tmp_path / "a.txt").write_text(text * 20)
-    spec, _ = build.build_training(
+    spec = build.build_training(
         settings(
             tmp_path,
             "data.eval=[]",
@@ -352,7 +352,7 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
             "model.tokenizer=bytes",
         ),
         devices=jax.devices(),
-    )
+    ).spec
     whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), spec.table)
     folder = tmp_path / "hf"
     writer.export_model(
@@ -450,7 +450,8 @@ REFUSED = [
 )
 def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, words, begins, said):
     chosen = settings(stopped, *words, f"run.on_data_change={then}")
-    spec, material = build.build_training(chosen, devices=jax.devices())
+    material = build.build_training(chosen, devices=jax.devices())
+    spec = material.spec
     assert (material.start.step, spec.num_steps, material.schedule.begin_row) == (
         STOPPED,
         STEPS,

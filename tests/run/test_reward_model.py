@@ -133,11 +133,12 @@ def test_losses_and_exported_weights_are_those_of_torch(folder, sizes, center):
 def test_a_language_model_gets_a_new_head(folder):
     lines, _ = test_preference_runs.run(settings(folder, "new head", source="language"))
     assert lines[-1]["loss"] < lines[0]["loss"]
-    spec, inputs = build.build_training(
+    inputs = build.build_training(
         settings(folder, "another", source="language"), devices=jax.devices()[:1]
     )
-    assert inputs.weights_origin.endswith("a new head, which is random")
-    head = np.asarray(inputs.make_weights()["head"])
+    spec = inputs.spec
+    assert inputs.weights.left_out.endswith("a new head, which is random")
+    head = np.asarray(inputs.weights.make()["head"])
     assert head.shape == (1, MODEL["hidden_size"])
     assert 0.01 < head.std() < 0.03
     assert spec.model.num_logits == 1

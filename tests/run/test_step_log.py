@@ -35,8 +35,8 @@ def test_waits_for_checkpoints_add_up_until_the_next_line(tmp_path, monkeypatch)
         "logging": {"trackers": []},
     }
     monkeypatch.setattr(CheckpointSchedule, "save", lambda *_, **__: 1.5)
-    spec, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:1])
-    trainer.train(spec, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:1])
+    trainer.train(inputs, rich.console.Console(quiet=True))
     written = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     waits = {line["step"]: line["checkpoint_wait_s"] for line in written}
     assert waits == {3: 2 * 1.5, 6: 3 * 1.5}, "after steps 1 and 2; after steps 3, 4 and 5"

@@ -48,8 +48,8 @@ def settings(folder, *words):
 
 
 def train(chosen):
-    spec, material = build.build_training(chosen, devices=jax.devices()[:1])
-    trainer.train(spec, material, rich.console.Console(quiet=True))
+    material = build.build_training(chosen, devices=jax.devices()[:1])
+    trainer.train(material, rich.console.Console(quiet=True))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
     train(settings(folder, "run.save_every=1", "checkpoint.keep_latest=6", constant))
     table = build.build_training(
         settings(folder, "run.directory=elsewhere"), devices=jax.devices()[:1]
-    )[0].table
+    ).spec.table
     for num_steps in (1, 4):
         train(
             settings(
@@ -247,10 +247,8 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
             "optimizer.learning_rate=3",
             "optimizer.schedule=constant",
         ]
-        spec, material = build.build_training(
-            settings(folder, *words, *more), devices=jax.devices()[:1]
-        )
-        trainer.train(spec, material, console)
+        material = build.build_training(settings(folder, *words, *more), devices=jax.devices()[:1])
+        trainer.train(material, console)
         return console.file.getvalue()
 
     def steps():
@@ -472,9 +470,9 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
 
     monkeypatch.setattr(preflight, "compile_step", watched)
     chosen = settings(folder, "run.steps=3")
-    spec, material = build.build_training(chosen, devices=jax.devices()[:1])
+    material = build.build_training(chosen, devices=jax.devices()[:1])
     trainer.train(
-        spec, material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now)
+        material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now)
     )
     assert seen == [1, 2, 3]
     assert now.num_dispatched == now.num_finished == 3
@@ -508,37 +506,21 @@ def test_processes_with_different_data_or_configs_do_not_train_together(
         f"data.train={json.dumps([{**one, 'name': 'books'}])}",
         f"data.eval={json.dumps([{**one, 'name': 'held out'}])}",
     ]
-    spec, material = build.build_training(settings(folder, *named), devices=jax.devices()[:1])
+    material = build.build_training(settings(folder, *named), devices=jax.devices()[:1])
     lines = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
         multihost_utils, "process_allgather", lambda own: lines.append(own) or np.stack([own, own])
     )
-    preflight.check_agreement(spec, material)
+    preflight.check_agreement(material)
     changed = {
-        "nothing": (spec, material),
-        "train": (
-            spec,
-            dataclasses.replace(
-                material, train_set=dataclasses.replace(material.train_set, digests=("z",))
-            ),
-        ),
-        "eval": (
-            spec,
-            dataclasses.replace(
-                material, eval_sets=(dataclasses.replace(material.eval_sets[0], digests=("z",)),)
-            ),
-        ),
-        "step": (
-            spec,
-            dataclasses.replace(material, start=dataclasses.replace(material.start, step=4)),
-        ),
-        "config": (
-            dataclasses.replace(spec, config=settings(folder, *named, "run.seed=1")),
-            material,
-        ),
+        "nothing": {},
+        "train": {"train_set": dataclasses.replace(material.train_set, digests=("z",))},
+        "eval": {"eval_sets": (dataclasses.replace(material.eval_sets[0], digests=("z",)),)},
+        "step": {"start": dataclasses.replace(material.start, step=4)},
+        "config": {"config": settings(folder, *named, "run.seed=1")},
     }[other]
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([lines[0], own]))
     says = messages.containing(*says) or None
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
-        preflight.check_agreement(*changed)
+        preflight.check_agreement(dataclasses.replace(material, **changed))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def order(tmp_path, monkeypatch):
             events.append("load")
             raise Loaded
 
-        spec, material = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
+        material = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
         monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: is_gpu)
         monkeypatch.setattr(train_step, "compile", lambda spec: events.append("compile") or EMPTY)
         monkeypatch.setattr(
@@ -102,12 +103,10 @@ def order(tmp_path, monkeypatch):
             "reserve_pool",
             lambda devices, num_bytes: events.append((tuple(devices), num_bytes)),
         )
+        weights = types.SimpleNamespace(make=load, reader=None)
+        run = dataclasses.replace(material, weights=weights)
         with pytest.raises(Loaded):
-            trainer.train(
-                spec,
-                dataclasses.replace(material, make_weights=load),
-                rich.console.Console(quiet=True),
-            )
+            trainer.train(run, rich.console.Console(quiet=True))
         return events
 
     return train

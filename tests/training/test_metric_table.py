@@ -29,8 +29,8 @@ def train(folder, documents, *, steps):
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
         "logging": {"trackers": []},
     }
-    program, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:1])
-    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:1])
+    trainer.train(inputs, rich.console.Console(quiet=True))
 
 
 def read_lines(path):

@@ -193,8 +193,8 @@ def _run(path: pathlib.Path) -> None:
     """Does what `jaxsp train` does, on as many devices as the mesh has."""
     config = config_file.load(path, [])
     num_devices = config.mesh.data * config.mesh.degree
-    spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
-    trainer.train(spec, inputs, rich.console.Console(quiet=True))
+    inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    trainer.train(inputs, rich.console.Console(quiet=True))
 
 
 @contextlib.contextmanager

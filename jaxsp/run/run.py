@@ -1,0 +1,141 @@
+"""A run that is ready to start: everything is checked and read, and nothing is computed.
+
+`build.py` makes it, and raises all problems.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data.packing.mixing import RowSchedule
+from jaxsp.data.tokenization import tokenizers
+from jaxsp.evaluation import evaluator
+from jaxsp.hf import folder
+from jaxsp.hf.folder import ModelFolder
+from jaxsp.run.config_file import Config
+from jaxsp.run.early_stopping import EarlyStoppingState
+from jaxsp.run.initial_weights import InitialWeights, Reference
+from jaxsp.run.stop_tokens import StopTokens
+from jaxsp.runtime import run_paths
+from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
+from jaxsp.tasks.task import Sample
+from jaxsp.training.specs import StepSpec
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartPoint:
+    """Step and state of the data that a run starts from."""
+
+    checkpoint: pathlib.Path | None = None
+    """Checkpoint to resume from; None for a new run."""
+    step: int = 0
+    """Number of steps before the start."""
+    rows_consumed: int = 0
+    """Number of rows consumed before the start."""
+    num_tokens: int = 0
+    """Number of tokens in the steps before the start."""
+    has_pending_evaluation: bool = False
+    """True if a stop skipped an evaluation that was due at `step`."""
+    early_stopping: EarlyStoppingState | None = None
+    config_changes: tuple[str, ...] = ()
+    """Config fields that differ from the checkpoint's."""
+
+    def is_resume_in(self, directory: pathlib.Path) -> bool:
+        """True if the run resumes from a checkpoint of its own, in `directory`."""
+        return (
+            self.checkpoint is not None
+            and self.checkpoint.parent.resolve() == (directory / CHECKPOINTS_DIR).resolve()
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedModel:
+    """A model on a mesh, with its tokenizer and eval sets; its weights are not read."""
+
+    config: Config
+    """The whole config; mesh.seq and batch.rows_per_microbatch are numbers."""
+    spec: StepSpec
+    hf_config: dict[str, Any]
+    """Fields of the model's config.json."""
+    model_folder: ModelFolder | None
+    """Folder of model.source; None if the config or a checkpoint describes the model."""
+    adapter_folder: ModelFolder | None
+    model_dir: pathlib.Path | None
+    """A run's own copy of the model's small files."""
+    tokenizer: "transformers.PreTrainedTokenizerBase | None"
+    """None if nothing needs one."""
+    stop_tokens: StopTokens
+    train_set: PackedDataset | None
+    """None unless it was prepared for training."""
+    eval_sets: tuple[PackedDataset, ...]
+    task_samples: Mapping[str, Sequence[Sample]]
+    """Samples of retrieval tasks, by the name of the task."""
+
+    @property
+    def small_files(self) -> pathlib.Path | None:
+        """Folder with the model's small files (config, tokenizer)."""
+        source = None if self.model_folder is None else self.model_folder.path
+        return source if self.model_dir is None else self.model_dir
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(PreparedModel):
+    """A run that is ready to start."""
+
+    train_set: PackedDataset
+    schedule: RowSchedule
+    """Rows of the remaining steps."""
+    start: StartPoint
+    weights: InitialWeights
+    """Weights of step 0, or only the frozen ones of a resumed run."""
+    stop_ids: Sequence[int]
+    """Tokens at which generation stops."""
+    automatic_fields: frozenset[str]
+    """Fields that are `auto` in the config, of mesh.seq and batch.rows_per_microbatch."""
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """The run directory, or the local copy of a URL's."""
+        return run_paths.local_dir(self.config.run)
+
+    @property
+    def is_resume(self) -> bool:
+        """True if the run resumes from a checkpoint of its own."""
+        return self.start.is_resume_in(self.directory)
+
+    @property
+    def reference(self) -> Reference:
+        """Reference model of the objective."""
+        return Reference(self.spec, self.config.model.source, self.config.adapter.source)
+
+    @property
+    def ranking_eval_set(self) -> dict[str, str] | None:
+        """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
+        best_eval = self.config.checkpoint.best_eval
+        for data in self.eval_sets:
+            if best_eval in (None, data.name):
+                return evaluator.identify_eval_set(data)
+        return None
+
+    def write_model(self, directory: pathlib.Path) -> None:
+        """Writes the model's small files into a folder.
+
+        They are copies of those of the run that is resumed, else of the model's source; without
+        both, only the tokenizer is written.
+        """
+        directory.mkdir(exist_ok=True)
+        if self.model_dir is not None:
+            if not self.model_dir.samefile(directory):
+                shutil.copytree(self.model_dir, directory, dirs_exist_ok=True)
+        elif self.model_folder is not None and self.config.model.tokenizer is None:
+            folder.copy_small_files(self.model_folder.path, directory)
+            tokenizers.correct_file(directory)
+        elif self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
+        self.stop_tokens.add_to_file(directory, default=self.hf_config["eos_token_id"])
