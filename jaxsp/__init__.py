@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.runtime import plugin_messages
 
 if TYPE_CHECKING:
-    from jaxsp.trainer import Trainer
+    from jaxsp.api import Trainer
 
 __all__ = ["Trainer"]
 
@@ -17,7 +17,7 @@ plugin_messages.load_quietly()  # before anything imports jax
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":
-        from jaxsp.trainer import Trainer
+        from jaxsp.api import Trainer
 
         return Trainer
     raise AttributeError(f"module 'jaxsp' has no attribute {name!r}")

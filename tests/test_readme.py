@@ -1,6 +1,6 @@
 """Links, commands, examples and generated pages of the READMEs and guides are valid.
 
-test_quickstart.py and test_train.py run the commands of README.md, test_library.py the example.
+test_quickstart.py and test_train.py run the commands of README.md, test_api.py the example.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from jaxsp import plan, trainer
+from jaxsp import plan
 from jaxsp.config import yaml_io
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
@@ -96,7 +96,7 @@ def test_the_examples_of_sections_of_a_config_are_valid():
 
 def test_the_example_of_the_trainer_is_the_one_in_its_docstring():
     (code,) = markdown.code_blocks(read("jaxsp/README.md"), "python")
-    example = trainer.__doc__.partition("Example:\n")[2]
+    example = api.__doc__.partition("Example:\n")[2]
     assert code.strip() == textwrap.dedent(example).strip()
 
 

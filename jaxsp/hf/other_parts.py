@@ -86,7 +86,7 @@ def open_folder(source: ModelFolder, model: ModelConfig) -> OtherParts:
         raise UserError(
             f"{source.field} = {source.source}: has only a text model, for which transformers has "
             "no class. Give a multimodal checkpoint, whose other parts are copied into the export: "
-            "`jaxsp export --source`, or `library.save_model(..., source=...)`."
+            "`jaxsp export --source`, or `Trainer.save(..., source=...)`."
         )
     reader = weights.open_folder(source, decoder.plain_table(model))
     source.download_files(PROCESSOR_FILES)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxsp import library
+import jaxsp
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, other_parts, writer
 from jaxsp.hf.model_source import ModelSourceConfig
@@ -108,8 +108,7 @@ def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(
 
 def test_a_model_that_the_library_has_loaded_is_saved_with_all_parts(tmp_path):
     before = save(tmp_path / "in", "float32")
-    spec, master = library.load_model(str(tmp_path / "in"), CONFIG)
-    library.save_model(master, tmp_path / "out", spec, dtype="float32")
+    jaxsp.Trainer(str(tmp_path / "in"), CONFIG).save(tmp_path / "out", dtype="float32")
     after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
     assert batches.is_bitwise_equal(after, before)
 
@@ -124,22 +123,22 @@ def test_a_text_model_is_saved_with_the_parts_of_another_folder(tmp_path):
     (tmp_path / "text").mkdir()
     safetensors.numpy.save_file(text, tmp_path / "text/model.safetensors")
     (tmp_path / "text/config.json").write_text(json.dumps(FIELDS["text_config"]))
-    spec, master = library.load_model(str(tmp_path / "text"), CONFIG)
+    trainer = jaxsp.Trainer(str(tmp_path / "text"), CONFIG)
     with pytest.raises(UserError) as raised:
-        library.save_model(master, tmp_path / "out", spec)
-    parts = ("multimodal checkpoint", "--source", "save_model(..., source=...)")
+        trainer.save(tmp_path / "out")
+    parts = ("multimodal checkpoint", "--source", "Trainer.save(..., source=...)")
     assert_names(raised.value, *parts, start=f"model.source = {tmp_path / 'text'}: ")
     source = str(tmp_path / "whole")
-    library.save_model(master, tmp_path / "out", spec, dtype="float32", source=source)
+    trainer.save(tmp_path / "out", dtype="float32", source=source)
     after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
     assert batches.is_bitwise_equal(after, before)
 
 
 def test_a_source_that_no_part_is_read_from_is_refused(tmp_path):
     oracle.torch_model(oracle.MODELS["llama3"]).save_pretrained(tmp_path / "in")
-    spec, master = library.load_model(str(tmp_path / "in"), CONFIG)
+    trainer = jaxsp.Trainer(str(tmp_path / "in"), CONFIG)
     with pytest.raises(UserError) as raised:
-        library.save_model(master, tmp_path / "out", spec, source="elsewhere")
+        trainer.save(tmp_path / "out", source="elsewhere")
     assert_names(raised.value, "llama", "Leave it out", start="source = elsewhere: ")
 
 

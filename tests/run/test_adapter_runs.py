@@ -15,13 +15,13 @@ import rich.console
 import safetensors.numpy
 
 from jaxsp import eval as evaluation
-from jaxsp import export, library
+from jaxsp import export
 from jaxsp.checkpoint import disk_space, reader
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, writer
 from jaxsp.model import adapters, decoder
 from jaxsp.run import build, config_file, preflight, trainer
-from jaxsp.training import train_state, train_step, trainable
+from jaxsp.training import trainable
 from tests import batches, commands, tolerances
 from tests.messages import assert_names
 
@@ -225,7 +225,7 @@ def check_merged_by_peft(base: pathlib.Path, folder: pathlib.Path) -> None:
         assert max(errors.values()) < tolerances.MERGE, errors
 
 
-@pytest.mark.slow  # test_library.py saves models
+@pytest.mark.slow  # test_api.py saves models
 def test_the_library_trains_adapters_and_saves_them_alone_and_merged(straight, tmp_path):
     fields = settings(straight).model_dump(exclude_unset=True)
     adapter = {"type": "dora", "rank": 4, "modules_to_save": ["lm_head"]}
@@ -234,25 +234,25 @@ def test_the_library_trains_adapters_and_saves_them_alone_and_merged(straight, t
         "data": {"row_tokens": 64},
         "model": {"compute_dtype": "float32"},
     }
-    spec, weights = library.load_model(str(straight / "base"), config | {"adapter": adapter})
-    before = batches.name_leaves(weights)
-    state = train_state.init_state(spec, weights)
+    trained_model = jaxsp.Trainer(str(straight / "base"), config | {"adapter": adapter})
+    before = jax.tree.map(np.asarray, batches.name_leaves(trained_model.state.master))
     documents = [record["input_ids"] for record in commands.read_lines(straight / "train.jsonl")]
-    for batch in library.pack(documents, spec):
-        state, _ = train_step.compile(spec)(state, batch)
-    after = batches.name_leaves(state.master)
-    trained = batches.name_leaves(trainable.select_trained(spec.table, state.master))
+    for batch in trained_model.pack(documents):
+        trained_model.step(batch)
+    master = trained_model.state.master
+    after = batches.name_leaves(master)
+    trained = batches.name_leaves(trainable.select_trained(trained_model.spec.table, master))
     for path in after:
         is_same = batches.is_bitwise_equal(after[path], before[path])
         assert is_same == (path not in trained), path
 
-    library.save_adapter(state.master, tmp_path / "adapter", spec)
+    trained_model.save_adapter(tmp_path / "adapter")
     source = {"type": "dora", "source": str(tmp_path / "adapter")}
-    _, loaded = library.load_model(str(straight / "base"), config | {"adapter": source})
-    for path, array in batches.name_leaves(loaded).items():
+    loaded = jaxsp.Trainer(str(straight / "base"), config | {"adapter": source})
+    for path, array in batches.name_leaves(loaded.state.master).items():
         assert batches.is_bitwise_equal(array, after[path]), path
 
-    library.save_model(state.master, tmp_path / "merged", spec)
+    trained_model.save(tmp_path / "merged")
     merged = safetensors.numpy.load_file(tmp_path / "merged/model.safetensors")
     base = safetensors.numpy.load_file(straight / "base/model.safetensors")
     assert merged.keys() == base.keys()

@@ -1,5 +1,6 @@
-"""jaxsp.library: a Hugging Face folder is loaded, token lists are packed, and a folder is saved."""
+"""jaxsp.Trainer: a Hugging Face folder is loaded, token lists are packed and trained on, saved."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -11,17 +12,22 @@ import textwrap
 import jax
 import numpy as np
 import pytest
+import rich.console
 import safetensors.numpy
 
-from jaxsp import library, trainer
+import jaxsp
+from jaxsp import api
+from jaxsp.config import yaml_io
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
+from jaxsp.run import build, config_file
+from jaxsp.run import trainer as run_trainer
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import compile_options, train_state
-from tests import batches, messages
+from tests import batches, commands, messages
 
 SETTINGS = {
     "run": {"steps": 3},
@@ -32,6 +38,9 @@ SETTINGS = {
     "optimizer": {"learning_rate": 0.01},
 }
 FIELDS = batches.UNEVEN_LLAMA
+
+LENGTHS = (60, 9, 130, 31, 44, 17, 64)
+STEPS = 3
 
 
 def make_folder(path, fields=FIELDS):
@@ -60,12 +69,12 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(base):
-    return library.load_model(base, SETTINGS)
+    return jaxsp.Trainer(base, SETTINGS)
 
 
 def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     """Weights that are sharded and padded come back bit for bit, with the folder's other files."""
-    spec, master = loaded
+    spec = loaded.spec
     stored = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(spec.table)]
     assert any(
         place.stored_shape != row.shape
@@ -73,7 +82,7 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     )
     assert dict(spec.mesh.shape) == SETTINGS["mesh"]
     assert spec.num_steps == 3
-    library.save_model(master, tmp_path / "out", spec)
+    loaded.save(tmp_path / "out")
     before = pathlib.Path(base)
     after = tmp_path / "out"
     assert {path.name for path in before.iterdir()} == {path.name for path in after.iterdir()}
@@ -82,7 +91,7 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     assert json.loads((after / "config.json").read_text()) == json.loads(
         (before / "config.json").read_text()
     )
-    library.save_model(master, tmp_path / "bfloat16", spec, dtype="bfloat16")
+    loaded.save(tmp_path / "bfloat16", dtype="bfloat16")
     (name,) = {
         str(tensor.dtype)
         for tensor in safetensors.numpy.load_file(tmp_path / "bfloat16/model.safetensors").values()
@@ -95,14 +104,21 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     reason="needs jax 0.11.1",
 )
 def test_weights_in_host_memory_are_saved(base, tmp_path):
-    spec, master = library.load_model(base, SETTINGS | {"memory": {"offload_optimizer": "state"}})
-    assert any(host_memory.is_on_host(leaf) for leaf in jax.tree.leaves(master))
-    library.save_model(master, tmp_path / "out", spec)
+    trainer = jaxsp.Trainer(base, SETTINGS | {"memory": {"offload_optimizer": "state"}})
+    assert any(map(host_memory.is_on_host, jax.tree.leaves(trainer.state.master)))
+    trainer.save(tmp_path / "out")
     old, new = (
         safetensors.numpy.load_file(path / "model.safetensors")
         for path in (pathlib.Path(base), tmp_path / "out")
     )
     assert batches.is_bitwise_equal(new, old)
+
+
+def with_weights(trainer, has_weights=True):
+    """The trainer, which takes weights of tokens."""
+    changed = copy.copy(trainer)
+    changed.spec = dataclasses.replace(trainer.spec, has_weights=has_weights)
+    return changed
 
 
 def pieces(rows):
@@ -116,15 +132,15 @@ def pieces(rows):
 
 def test_documents_are_packed_with_labels_and_weights(loaded):
     """Each segment of a row is a whole document; labels and weights are shifted by one token."""
-    spec = dataclasses.replace(loaded[0], has_weights=True)
+    trainer = with_weights(loaded)
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate([10, 3, 9, 2, 8, 7, 10, 2])]
     labels = [[-100 if token % 4 == 0 else token for token in document] for document in documents]
     factors = [np.array(document) + 0.5 for document in documents]
-    actual = list(library.pack(documents, spec, labels=labels, weights=factors))
+    actual = list(trainer.pack(documents, labels=labels, weights=factors))
     assert len(actual) == 3
     described = [
         jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows)
-        for rows in (actual[0], train_state.abstract_inputs(spec)[1])
+        for rows in (actual[0], train_state.abstract_inputs(trainer.spec)[1])
     ]
     assert described[0] == described[1]
     right = [
@@ -161,14 +177,14 @@ BAD = [
 @pytest.mark.parametrize(("given", "says"), BAD, ids=str)
 def test_bad_lists_are_refused(loaded, given, says):
     given = {"documents": [[1, 2], [3, 4]]} | given
-    spec = dataclasses.replace(loaded[0], has_weights="weights" in given)
+    trainer = with_weights(loaded, "weights" in given)
     with pytest.raises(UserError, match="^" + messages.containing(*says)):
-        library.pack(given.pop("documents"), spec, **given)
+        trainer.pack(given.pop("documents"), **given)
 
 
 def test_documents_may_come_from_a_generator(loaded):
     of_list, of_generator = (
-        next(library.pack(documents, loaded[0]))
+        next(loaded.pack(documents))
         for documents in ([[1, 2], [3, 4]], (d for d in [[1, 2], [3, 4]]))
     )
     assert np.array_equal(of_list.tokens_BL, of_generator.tokens_BL)
@@ -186,30 +202,29 @@ def test_documents_may_come_from_a_generator(loaded):
 )
 def test_settings_of_files_are_refused(changes, field):
     with pytest.raises(UserError, match=field):
-        library.load_model("base", SETTINGS | changes)
+        jaxsp.Trainer("base", SETTINGS | changes)
 
 
 def test_weights_are_refused_where_the_step_has_none(loaded):
     with pytest.raises(UserError, match="has_weights=True"):
-        library.pack([[1, 2]], loaded[0], weights=[[1, 1]])
+        loaded.pack([[1, 2]], weights=[[1, 1]])
 
 
 def test_settings_that_do_not_work_are_refused(base):
     """Two groups cannot share three rows; steps per epoch are unknown before packing."""
     with pytest.raises(UserError) as raised:
-        library.load_model(base, SETTINGS | {"batch": {"rows_per_step": 3}})
+        jaxsp.Trainer(base, SETTINGS | {"batch": {"rows_per_step": 3}})
     assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [
         "batch.rows_per_step"
     ]
     with pytest.raises(UserError, match=r"run\.epochs = 2"):
-        library.load_model(base, SETTINGS | {"run": {"epochs": 2}})
+        jaxsp.Trainer(base, SETTINGS | {"run": {"epochs": 2}})
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("module", [library, pytest.param(trainer, marks=pytest.mark.slow)])
-def test_the_example_trains_and_saves(tmp_path, module):
-    """The code at the top of the module, as it stands there, on four CPU devices."""
-    code = textwrap.dedent(module.__doc__.partition("Example:\n")[2])
+def test_the_example_trains_and_saves(tmp_path):
+    """The code at the top of api.py, as it stands there, on four CPU devices."""
+    code = textwrap.dedent(api.__doc__.partition("Example:\n")[2])
     make_folder(tmp_path / "models/base", batches.SMALL_LLAMA)
     (tmp_path / "texts.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
     environment = os.environ | {
@@ -231,3 +246,94 @@ def test_the_example_trains_and_saves(tmp_path, module):
     assert before.keys() == after.keys()
     assert {str(tensor.dtype) for tensor in after.values()} == {"bfloat16"}
     assert tokenizers.load(str(tmp_path / "models/tuned"))("abc")["input_ids"] == [97, 98, 99]
+
+
+def train_from_files(folder, fields, documents):
+    """Metrics and the last evaluation of a run of jaxsp.train with these documents."""
+    file = folder / "documents.jsonl"
+    file.write_text("\n".join(json.dumps({"input_ids": tokens}) for tokens in documents))
+    source = {"source": str(file), "format": "tokens"}
+    fields = fields | {
+        "run": fields["run"] | {"directory": str(folder / "run")},
+        "data": fields["data"] | {"train": [source], "eval": [source | {"name": "same"}]},
+        "logging": {"trackers": []},
+    }
+    inputs = build.build_training(config_file.parse(fields), devices=jax.devices())
+    run_trainer.train(inputs, rich.console.Console(quiet=True))
+    lines = commands.read_lines(folder / "run/metrics.jsonl")
+    (evaluation,) = commands.read_lines(folder / "run/eval.jsonl")
+    return lines, evaluation
+
+
+@pytest.mark.e2e
+def test_a_trainer_has_the_losses_of_jaxsp_train(tmp_path):
+    quickstart = config_file.read(commands.REPO / "configs/quickstart.yaml")
+    make_folder(tmp_path / "base", quickstart["model"]["config"])
+    config = {
+        "run": {"steps": STEPS},
+        "model": {"compute_dtype": "float32"},
+        "mesh": {"data": 2, "seq": 4},
+        "data": {"row_tokens": 64},
+        "batch": {"rows_per_step": 2},
+        "optimizer": quickstart["optimizer"],
+    }
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 256, length).tolist() for length in LENGTHS]
+    model = {"source": str(tmp_path / "base")}
+    expected, evaluation = train_from_files(
+        tmp_path, config | {"model": config["model"] | model}, documents
+    )
+    (tmp_path / "config.yaml").write_text(yaml_io.dump(config))
+    mine = jaxsp.Trainer(model["source"], tmp_path / "config.yaml")
+    metrics = [mine.step(batch) for batch in mine.pack(documents)]
+    for field in ("loss", "grad_norm", "learning_rate", "num_loss_tokens", "token_accuracy"):
+        values = [step_metrics[field].item() for step_metrics in metrics]
+        assert values == [line[field] for line in expected], field
+    assert expected[-1]["loss"] != expected[0]["loss"]
+    assert mine.state.step == STEPS
+    result = mine.evaluate(documents, name="same")
+    differing = {"seconds": 0, "data_digest": None}  # these documents are in memory
+    assert result | differing == evaluation | differing
+    assert result["data_digest"] is None
+    mine.save(tmp_path / "tuned")
+    before, after = (
+        safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
+        for name in ("base", "tuned")
+    )
+    assert before.keys() == after.keys()
+    assert not np.array_equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_problems_of_the_config_are_reported_before_anything_is_loaded():
+    with pytest.raises(UserError, match=r"run\.epochs = 2"):
+        jaxsp.Trainer("base", {"run": {"epochs": 2}})
+
+
+def test_fields_without_effect_are_refused_by_name_also_those_of_a_file(tmp_path):
+    fields = {
+        "run": {"steps": 2, "directory": "runs/x", "save_every": "10m", "eval_at_start": False},
+        "model": {"compute_dtype": "float32", "tokenizer": "bytes"},
+        "data": {"row_tokens": 64, "train": [{"source": "a", "format": "text"}], "eval": []},
+        "checkpoint": {"keep_best": 2},
+        "logging": {"trackers": ["mlflow"], "profile_steps": [1, 2]},
+    }
+    (tmp_path / "run.yaml").write_text(yaml_io.dump(fields))
+    for config in (fields, tmp_path / "run.yaml", str(tmp_path / "run.yaml")):
+        with pytest.raises(UserError) as raised:
+            jaxsp.Trainer("base", config)
+        assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [
+            *("run.directory", "run.save_every", "model.tokenizer", "data.train"),
+            *("checkpoint.keep_best", "logging.trackers", "logging.profile_steps"),
+        ]
+
+
+def test_importing_jaxsp_imports_neither_jax_nor_transformers():
+    code = "import sys, jaxsp; print({'jax', 'numpy', 'transformers'} & {*sys.modules})"
+    done = commands.run_python("-c", code)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
+
+
+def test_completion_finds_the_trainer_and_other_names_are_missing():
+    assert dir(jaxsp) == ["Trainer"]
+    with pytest.raises(AttributeError, match="no attribute 'Triner'"):
+        _ = jaxsp.Triner
