@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from jaxsp import plan
+from jaxsp import api, plan
 from jaxsp.config import yaml_io
 from jaxsp.hf import model_config
 from jaxsp.model import decoder

@@ -144,9 +144,3 @@ class BatchConfig(ConfigSection):
         if value != "auto" and not fields.is_count(value):
             raise ValueError("must be auto, or an integer of at least 1")
         return value
-
-    @property
-    def microbatch_rows(self) -> int:
-        """Rows per microbatch and group, after `auto` is resolved."""
-        assert isinstance(self.rows_per_microbatch, int), "memory/microbatch_rows.py resolves it"
-        return self.rows_per_microbatch

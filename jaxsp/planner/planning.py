@@ -12,6 +12,7 @@ from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.memory import (
+    auto_choices,
     available_memory,
     memory_causes,
     memory_compile,
@@ -20,8 +21,6 @@ from jaxsp.memory import (
     memory_formula,
     memory_problems,
     memory_suggestions,
-    microbatch_rows,
-    row_meshes,
 )
 from jaxsp.memory.memory_fit import CompiledStep
 from jaxsp.model import decoder, flops
@@ -170,16 +169,12 @@ def resolve_config(config: StepConfig, *, model: ModelConfig, cluster: Cluster) 
 
     Raises: UserError if rows cannot be divided among any number of devices.
     """
-    if "auto" not in (config.mesh.seq, config.rows_per_microbatch):
-        return config
-    limits = cluster.memory_limit
-    devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
-    device_bytes = int(limits.device)
-    config = row_meshes.resolve_degree(
-        config, model, devices=devices, limits=limits, device_bytes=device_bytes
-    )
-    return microbatch_rows.resolve_rows(
-        config, model, devices=devices, limits=limits, device_bytes=device_bytes
+    return auto_choices.resolve(
+        config,
+        model,
+        devices=compiled.make_devices(cluster.device_type, cluster.num_devices),
+        limits=cluster.memory_limit,
+        device_bytes=int(cluster.memory_limit.device),
     )
 
 

@@ -18,7 +18,7 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.evaluation import long_ppl
 from jaxsp.hf import model_config
-from jaxsp.memory import memory_problems, microbatch_rows, row_meshes
+from jaxsp.memory import auto_choices, memory_problems
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.run import (
@@ -271,11 +271,11 @@ def _resolve_mesh(
     spec = None
     if model is not None:
         with problems.collect():
-            config = row_meshes.resolve_degree(
+            config = auto_choices.resolve(
                 config, model, devices=devices, with_training=for_training
             )
     if config.mesh.seq != "auto":
-        config = microbatch_rows.resolve_rows(config, model, devices=devices)
+        config = config.with_one_row_for_auto()  # if the model is unknown
         if model is not None:
             with problems.collect():
                 spec = make_spec(config, model, devices=devices)

@@ -11,7 +11,7 @@ from jaxsp.attention.strategies.strategy import combine
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
-from jaxsp.memory import available_memory, memory_formula, row_meshes
+from jaxsp.memory import auto_choices, available_memory, memory_formula
 from jaxsp.memory.available_memory import GroupLayout
 from jaxsp.processes import cluster, distributed, hardware
 from jaxsp.processes.cluster import Process
@@ -88,7 +88,7 @@ def estimate_outside_bytes(
     config = config.with_one_row_for_auto()
     candidates = [config]
     if config.mesh.seq == "auto":
-        degrees = row_meshes.list_degrees(config, num_devices)
+        degrees = auto_choices.list_degrees(config, num_devices)
         candidates = [config.change(mesh={"seq": seq}) for seq in degrees]
     nccl_bytes = [0.0]
     for candidate in candidates:

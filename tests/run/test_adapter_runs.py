@@ -14,6 +14,7 @@ import pytest
 import rich.console
 import safetensors.numpy
 
+import jaxsp
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.checkpoint import disk_space, reader

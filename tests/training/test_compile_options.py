@@ -45,7 +45,7 @@ def gpus():
 def choose(gpus, *words, flags="", version="0.12.0.1", data=2, seq=4, **step):
     environ = {"XLA_FLAGS": flags}
     return compile_options.choose_options(
-        programs.settings(*words),
+        programs.settings(*words).step,
         mesh=gpus(data, seq),
         environ=environ,
         **STEP | step,
@@ -104,7 +104,7 @@ def test_programs_get_the_options_that_help_them(gpus, version, words, step, siz
 
 def test_cpus_get_no_options():
     actual = compile_options.choose_options(
-        programs.settings(OFFLOAD), mesh=mesh(2, 4), environ={}, version="0.12.0.1", **STEP
+        programs.settings(OFFLOAD).step, mesh=mesh(2, 4), environ={}, version="0.12.0.1", **STEP
     )
     assert actual == CompileOptions(options={}, description="")
 
@@ -134,7 +134,7 @@ def test_options_in_the_config_override_xla_flags_and_own_options(gpus, name):
     lines = f"run.xla_options: {name}=false, xla_gpu_memory_limit_slop_factor=80"
     assert actual.description.endswith(f"{lines}; XLA_FLAGS: xla_gpu_autotune_level")
     on_cpu = compile_options.choose_options(
-        programs.settings(word), mesh=mesh(1, 1), environ={}, version="0.12.0.1", **STEP
+        programs.settings(word).step, mesh=mesh(1, 1), environ={}, version="0.12.0.1", **STEP
     )
     assert (on_cpu.options, on_cpu.description) == (own, lines)
 

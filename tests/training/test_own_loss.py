@@ -49,7 +49,7 @@ def cross_entropy(logits_TV, labels_T):
 def make_spec(sizes, *, config=runs.SGD, **changes):
     """A step with loss tiles of 7 tokens."""
     return StepSpec(
-        config=config,
+        config=config.step,
         model=MODEL,
         mesh=batches.mesh(*sizes),
         attention=batches.attention_choice(seq=sizes[-1]),

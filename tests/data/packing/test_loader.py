@@ -30,7 +30,7 @@ def rows_on(config, *mesh, layout=KEPT_ORDER, has_ring_steps=False):
         mesh=mesh_of(*mesh),
         layout=layout,
         rows_per_step=config.batch.rows_per_step,
-        rows_per_microbatch=config.batch.microbatch_rows,
+        rows_per_microbatch=config.step.microbatch_rows,
         has_ring_steps=has_ring_steps,
     )
 

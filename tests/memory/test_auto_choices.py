@@ -11,11 +11,10 @@ from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.memory import (
+    auto_choices,
     available_memory,
     memory_fit,
     memory_formula,
-    microbatch_rows,
-    row_meshes,
 )
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.run import config_file
@@ -53,7 +52,7 @@ def model():
 
 
 def resolve(config, *, limit=math.inf, host=math.inf):
-    return row_meshes.resolve_degree(
+    return auto_choices.resolve(
         config, model(), devices=jax.devices(), limits=MemoryLimit(limit, host)
     ).mesh.seq
 
@@ -129,7 +128,7 @@ AUTO_ROWS = "batch.rows_per_microbatch=auto"
 
 def resolve_rows(*words, limit, host=math.inf):
     """Rows per microbatch on 4 groups of 2 devices, each with 4 rows of 8,192 tokens per step."""
-    return microbatch_rows.resolve_rows(
+    return auto_choices.resolve(
         settings(AUTO_ROWS, *words, seq=2, rows_per_step=16),
         model(),
         devices=jax.devices(),
@@ -159,7 +158,7 @@ def needed_rows(number, remat, *words):
     ids=str,
 )
 def test_microbatches_have_the_most_rows_that_surely_fit_with_what_one_row_keeps(words, remat):
-    limit = needed_rows(2, remat, *words) / microbatch_rows.MIN_PREDICTED_RATIO
+    limit = needed_rows(2, remat, *words) / auto_choices.MIN_PREDICTED_RATIO
     assert needed_rows(1, remat, *words) < limit < needed_rows(4, remat, *words)
     assert resolve_rows(*words, limit=limit) == 2
     assert resolve_rows(*words, limit=0.999 * limit) == 1
@@ -171,7 +170,7 @@ def test_microbatches_have_the_most_rows_that_surely_fit_with_what_one_row_keeps
 def test_microbatches_have_one_row_if_more_would_recompute_more():
     """The step keeps the MLP's products in some layers, in fewer with more rows."""
     kept = needed_rows(1, "save_attention_and_mlp") / memory_fit.MAX_PREDICTED_RATIO
-    saved = needed_rows(2, "save_attention") / microbatch_rows.MIN_PREDICTED_RATIO
+    saved = needed_rows(2, "save_attention") / auto_choices.MIN_PREDICTED_RATIO
     assert saved < 0.999 * kept
     assert resolve_rows(limit=0.999 * kept) == 1
     assert resolve_rows("memory.kept_mlp_layers=0", limit=0.999 * kept) > 1
