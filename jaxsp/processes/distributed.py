@@ -1,4 +1,8 @@
-"""Processes of a job: how they start, exchange short texts, print and end together."""
+"""Processes of a job: how they start, exchange short texts, print and end together.
+
+JAX ends the others 100 s after one has died. A process that fails or hangs tells them at once,
+through JAX's key-value store, which needs no collective.
+"""
 
 import contextlib
 import faulthandler
@@ -25,14 +29,12 @@ HEARTBEAT_TIMEOUT_S = 100
 """Time without a heartbeat after which JAX takes a process for dead and ends the others.
 
 JAX's default. Pinning host memory holds a lock of the kernel and has delayed heartbeats for longer
-than 20 s (jax issue 23599). The program that started the processes detects one that is killed at
-once. Without it, the others end after 97 to 99 s (two processes, jax 0.10.1).
+than 20 s (jax issue 23599). Without the program that started the processes, which detects one that
+is killed, the others end after 97 to 99 s (two processes, jax 0.10.1).
 """
 
 SHUTDOWN_TIMEOUT_S = 1200
-"""Time that a finished process waits for the others, which may still be writing. JAX's default. It
-does not apply to a process that has failed, which reports it, or that has died, which is noticed.
-"""
+"""Time that a finished process waits for the others, which may still be writing."""
 
 POLL_INTERVAL_S = 0.5
 """Time between two reads of what the other processes have published."""
@@ -52,25 +54,21 @@ EXIT_GRACE_S = 3.0
 """Time limit for process 0 to wait for the others to end, since JAX ends them when it is gone, in
 addition to the time between two reads. Twice what they need to end after they have read it."""
 
-TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"
-"""Versions of JAX whose key-value store was tested; it has no public name."""
-
-_stdout_fd = 1
-
 _ERASE_LINE = "\r\x1b[2K"
 _SHOW_CURSOR = "\x1b[?25h"
 
-_this_process = Process()
-_kv_client: Any = None
-"""JAX's key-value store, kept by process 0; None before `initialize` and after `shutdown`."""
-_kv_lock = threading.Lock()
-_disconnected = threading.Event()
 _EVENTS = "event"
 _FAILED_KEY = f"{_EVENTS}/failed"
 _EXITED_KEY = f"{_EVENTS}/exited"
 STOP_KEY = f"{_EVENTS}/stop"
 """Key of requests to stop. `last_read` has them without a request to process 0."""
 
+_this_process = Process()
+_stdout_fd = 1
+_kv_client: Any = None
+"""JAX's key-value store, kept by process 0; None before `initialize` and after `shutdown`."""
+_kv_lock = threading.Lock()
+_disconnected = threading.Event()
 _events: dict[str, dict[int, str]] = {}
 """Values by key and process that the last read of all events has found."""
 
@@ -106,7 +104,7 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
             process.num_processes,
             process.index,
             local_device_ids=local_gpus,
-            cluster_detection_method="deactivate",
+            cluster_detection_method="deactivate",  # see cluster.py
             coordinator_bind_address=process.coordinator if is_one_node else None,
             initialization_timeout=int(timeout_s),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
@@ -118,13 +116,13 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
             f"{process.coordinator}: processes cannot connect: {str(error).splitlines()[0]}. "
             "Use a host name of process 0 and a free port."
         ) from None
-    from jax._src import distributed
+    from jax._src import distributed  # the store has no public name
 
     _kv_client = getattr(getattr(distributed, "global_state", None), "client", None)
     if not all(hasattr(_kv_client, name) for name in ("key_value_set", "key_value_dir_get")):
         raise UserError(
-            f"jax = {jax.__version__}: must have the key-value store of versions "
-            f"{TESTED_JAX_VERSIONS}. Install one of these, or use one process."
+            f"jax = {jax.__version__}: must have the key-value store of versions 0.10.1 to 0.12.0. "
+            "Install one of these, or use one process."
         )
     _disconnected.clear()
     threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
@@ -156,13 +154,8 @@ def publish(key: str, value: str) -> None:
 
 
 def read_published(key: str) -> dict[int, str]:
-    """Values that processes have published for a key, by process index.
-
-    Values of processes that have ended are included.
-    """
-    with _kv_lock:
-        items = [] if _kv_client is None else _kv_client.key_value_dir_get(f"jaxsp/{key}/")
-    return {int(name.rpartition("/")[2]): value for name, value in items}
+    """Values that processes have published for a key, by process index, also of ended ones."""
+    return _read_folder(key).get(key, {})
 
 
 def last_read(key: str) -> dict[int, str]:
@@ -171,17 +164,15 @@ def last_read(key: str) -> dict[int, str]:
     return _events.get(key, {})
 
 
-def _read_events() -> None:
-    """Reads the values of all events, in one request."""
-    global _events
+def _read_folder(folder: str) -> dict[str, dict[int, str]]:
+    """Values by key and process index of all keys in a folder, in one request."""
     with _kv_lock:
-        prefix = f"jaxsp/{_EVENTS}/"
-        items = [] if _kv_client is None else _kv_client.key_value_dir_get(prefix)
-    events: dict[str, dict[int, str]] = {}
+        items = [] if _kv_client is None else _kv_client.key_value_dir_get(f"jaxsp/{folder}/")
+    values: dict[str, dict[int, str]] = {}
     for name, value in items:
         key, _, index = name.removeprefix("jaxsp/").rpartition("/")
-        events.setdefault(key, {})[int(index)] = value
-    _events = events
+        values.setdefault(key, {})[int(index)] = value
+    return values
 
 
 def poll_interval_s(shortest_s: float = POLL_INTERVAL_S) -> float:
@@ -268,15 +259,14 @@ def _announce_exit(code: int, key: str) -> None:
         return
     import jax
 
-    try:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has ended: JAX ends all
         publish(key, str(code))
         while _this_process.index == 0:
-            ended = read_published(_FAILED_KEY) | read_published(_EXITED_KEY)
+            events = _read_folder(_EVENTS)
+            ended = events.get(_FAILED_KEY, {}) | events.get(_EXITED_KEY, {})
             if len(ended) >= _this_process.num_processes:
                 return
             time.sleep(POLL_INTERVAL_S / 5)
-    except jax.errors.JaxRuntimeError:
-        pass  # process 0 has ended already, so JAX ends all others
 
 
 def find_failed_peer() -> tuple[int, int] | None:
@@ -285,29 +275,29 @@ def find_failed_peer() -> tuple[int, int] | None:
         return None
     import jax
 
-    try:
+    failed: dict[int, str] = {}
+    # process 0 may have ended without publishing anything, so that JAX ends this one
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
         failed = read_published(_FAILED_KEY)
-    except jax.errors.JaxRuntimeError:
-        return None  # process 0 has ended without publishing anything, so JAX ends this one
     peers = [(index, int(code)) for index, code in failed.items() if index != _this_process.index]
     return min(peers, default=None)
 
 
 def _watch_peers() -> None:
     """Ends this process after another has failed."""
+    global _events
     import jax
 
     while not _disconnected.wait(poll_interval_s()):
         # After the end of process 0 nothing can be read, and JAX ends this process
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _read_events()
-        failed = last_read(_FAILED_KEY)
-        peers = [index for index in failed if index != _this_process.index]
+            _events = _read_folder(_EVENTS)
+        peers = last_read(_FAILED_KEY).keys() - {_this_process.index}
         if not peers or _disconnected.is_set():
             continue
         time.sleep(OWN_ERROR_GRACE_S)
         index = min(peers)
-        code = int(failed[index])
+        code = int(last_read(_FAILED_KEY)[index])
         log(f"ends because process {index} has failed, with exit code {code}")
         if code == exit_codes.HUNG:  # the stacks show which process is stuck
             log_stacks()

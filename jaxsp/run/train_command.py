@@ -37,18 +37,26 @@ def run(args: argparse.Namespace, config: Config, process: Process) -> None:
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     status = RunStatus()
-    preemption = Preemption(config.run, status)
+    preemption = Preemption(
+        status,
+        shutdown_grace=config.run.shutdown_grace,
+        stop_after=config.run.stop_after,
+        describe_loss=lambda last: run_paths.describe_lost_steps(
+            run_paths.local_dir(config.run), last
+        ),
+    )
     with preemption.listen():
         distributed.initialize(process)
         folder = run_paths.local_dir(config.run)
+        has_cpu_devices = hardware.count_gpus(os.environ) == 0 and process.num_processes == 1
         with (
             run_dir.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
             Watchdog(
-                config.run,
                 status,
-                has_heartbeat=process.index == 0,
-                has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
+                step_timeout=config.run.step_timeout,
+                heartbeat_file=None if process.index else folder / run_dir.HEARTBEAT_FILE,
+                has_cpu_devices=has_cpu_devices,
             ),
         ):
             damaged: list[pathlib.Path] = []

@@ -42,7 +42,7 @@ def train(
         NeedsAttentionError: a step was not finite (unless run.on_nonfinite allows it), or the last
             checkpoint could not be written.
     """
-    preemption = preemption or Preemption(spec.config.run, RunStatus())
+    preemption = preemption or Preemption(RunStatus())
     preflight.check_agreement(spec, inputs)
     early_stopping = preflight.make_early_stopping(spec, inputs)
     if message := preflight.describe_completion(spec, inputs, early_stopping):

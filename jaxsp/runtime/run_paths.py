@@ -85,6 +85,21 @@ def find_latest_in_run(
     return _latest_in(pathlib.Path(directory).resolve() / CHECKPOINTS_DIR, exclude)
 
 
+def describe_lost_steps(directory: pathlib.Path, last: int) -> str:
+    """Describes the steps that are lost if a run ends after step `last` without a checkpoint."""
+    checkpoint = find_latest_in_run(directory)
+    if checkpoint is None:
+        return f"No checkpoint has been written yet: {_count(last, 'since the start')} lost."
+    num_lost = last - int(checkpoint.name)
+    lost = _count(num_lost, f"since the checkpoint of step {checkpoint.name}")
+    return f"{lost if num_lost else 'Nothing is'} lost; the same command resumes from there."
+
+
+def _count(count: int, where: str) -> str:
+    """Formats the subject of a sentence: `1 step since the start is`."""
+    return f"1 step {where} is" if count == 1 else f"{count} steps {where} are"
+
+
 def _latest_in(folder: pathlib.Path, exclude: Sequence[pathlib.Path]) -> pathlib.Path | None:
     paths = [folder / str(step) for step in reversed(list_steps(folder))]
     return next((path for path in paths if path not in exclude), None)

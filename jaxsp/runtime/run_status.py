@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import pathlib
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 
@@ -17,12 +16,11 @@ thousandth of the step.
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Activity:
-    """Current activity of a run."""
+    """Current activity of a run. While it lasts, only `last_progress` changes."""
 
     description: str
-    last_progress: float = dataclasses.field(default_factory=time.monotonic)
     is_watched: bool = True
     """True if the next sign of progress has a time limit."""
     expected_s: float | None = None
@@ -34,6 +32,7 @@ class Activity:
     """True if bytes written to files are progress."""
     expected_end: float | None = None
     """Expected time of the activity's end; None if unknown."""
+    last_progress: float = dataclasses.field(default_factory=time.monotonic)
 
 
 def read_bytes_written() -> int:
@@ -49,7 +48,6 @@ class RunStatus:
     """Status of a run: the training loop writes it, the watchdog adds signs of progress."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self.activity = Activity(description="preparing", is_watched=False)
         self.num_finished: int | None = None
         """Number of finished steps since step 0; None before training."""
@@ -70,18 +68,14 @@ class RunStatus:
         is_writing: bool = False,
         duration_s: float | None = None,
     ) -> None:
-        """Records the start of an activity.
-
-        Args: duration_s: seconds that it took last time.
-        """
-        with self._lock:
-            self.activity = Activity(
-                description=description,
-                is_watched=is_watched,
-                expected_s=expected_s,
-                is_writing=is_writing,
-                expected_end=None if duration_s is None else time.monotonic() + duration_s,
-            )
+        """Records the start of an activity. Args: duration_s: seconds that it took last time."""
+        self.activity = Activity(
+            description=description,
+            is_watched=is_watched,
+            expected_s=expected_s,
+            is_writing=is_writing,
+            expected_end=None if duration_s is None else time.monotonic() + duration_s,
+        )
 
     @contextlib.contextmanager
     def compiling(self, description: str) -> Iterator[None]:
@@ -91,13 +85,12 @@ class RunStatus:
         try:
             yield
         finally:
-            with self._lock:
-                self.activity = dataclasses.replace(interrupted, last_progress=time.monotonic())
+            interrupted.last_progress = time.monotonic()
+            self.activity = interrupted
 
     def heartbeat(self) -> None:
         """Records a sign of progress."""
-        with self._lock:
-            self.activity = dataclasses.replace(self.activity, last_progress=time.monotonic())
+        self.activity.last_progress = time.monotonic()
 
     def waiting_for_step(self, num_finished: int) -> None:
         """Records that the next step can start."""
@@ -111,10 +104,8 @@ class RunStatus:
         """
         self._num_running += 1
         if self._num_running == 1:  # it has started already
-            with self._lock:
-                self.activity = dataclasses.replace(
-                    self.activity, expected_s=self.step_s or None, estimated_s=estimated_s
-                )
+            self.activity.estimated_s = estimated_s
+            self.activity.expected_s = self.step_s or None
 
     def finished(self, step: int, seconds: float) -> None:
         """Records the end of a step, and its duration."""
