@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from jaxsp.core import errors, exit_codes, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.processes import distributed, standard_streams
-from jaxsp.runtime import allocator_errors
+from jaxsp.runtime import cuda_plugin
 from jaxsp.setup import config_file
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
@@ -209,5 +209,5 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
     if distributed.this_process().num_processes > 1 and _LOST_PEER.search(str(error)):
         reason = errors.first_line(error)
         message = f"cannot reach another process of this run, which may have been killed: {reason}"
-    message = message or allocator_errors.explain(error)
+    message = message or cuda_plugin.explain(error)
     return exit_codes.INTERNAL_ERROR, message

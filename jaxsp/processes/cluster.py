@@ -16,6 +16,11 @@ from jaxsp.processes import hardware
 
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = (*_MASTER, "WORLD_SIZE", "RANK")
+_TORCHRUN_LOCAL = (
+    ("local_index", "LOCAL_RANK", 0),
+    ("num_local_processes", "LOCAL_WORLD_SIZE", 1),
+)
+"""Optional variables of torchrun, by field of `Process`, with their minimum."""
 _OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 _OPEN_MPI_LOCAL = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 _SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
@@ -73,9 +78,9 @@ def detect_process(
     arguments = {name: str(value) for name, value in values.items() if value is not None}
     if arguments:
         _require_all(arguments, values, "Pass all three.")
-        count, index = _parse_place(arguments, "--num-processes", "--process-id")
+        process = _parse_place(arguments, "--num-processes", "--process-id")
         address = _check_address("--coordinator", arguments["--coordinator"])
-        return Process(index=index, num_processes=count, coordinator=address)
+        return dataclasses.replace(process, coordinator=address)
     variables = {name: value for name, value in environ.items() if value}
     if "RANK" in variables or "WORLD_SIZE" in variables:
         return _detect_torchrun(variables)
@@ -142,33 +147,30 @@ def choose_local_gpus(process: Process, num_gpus: int) -> list[int] | None:
 
 def _detect_torchrun(variables: Mapping[str, str]) -> Process:
     _require_all(variables, ("WORLD_SIZE", "RANK"), f"Set both, or none. {_SUGGESTION}")
-    count, index = _parse_place(variables, "WORLD_SIZE", "RANK")
-    if count == 1:
-        return Process()
+    process = _parse_place(variables, "WORLD_SIZE", "RANK")
+    if process.num_processes == 1:
+        return process
     _require_all(variables, _TORCHRUN, f"Set all four, or none. {_SUGGESTION}")
     coordinator = _parse_master(variables)
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun itself listens at that port
         host, _, port = coordinator.rpartition(":")
         coordinator = f"{host}:{_choose_port(int(port) + 1)}"
-    is_local = "LOCAL_RANK" in variables
-    is_counted = "LOCAL_WORLD_SIZE" in variables
-    return Process(
-        index=index,
-        num_processes=count,
-        coordinator=coordinator,
-        local_index=_parse_int(variables, "LOCAL_RANK") if is_local else None,
-        num_local_processes=_parse_int(variables, "LOCAL_WORLD_SIZE", 1) if is_counted else None,
-    )
+    local = {
+        field: _parse_int(variables, name, minimum)
+        for field, name, minimum in _TORCHRUN_LOCAL
+        if name in variables
+    }
+    return dataclasses.replace(process, coordinator=coordinator, **local)
 
 
 def _detect_open_mpi(variables: Mapping[str, str]) -> Process:
     """Place in a job of mpirun, which gives its address up to Open MPI 4 only."""
     _require_all(variables, (*_OPEN_MPI, *_OPEN_MPI_LOCAL), f"mpirun sets them all. {_SUGGESTION}")
-    count, index = _parse_place(variables, *_OPEN_MPI)
-    if count == 1:
-        return Process()
-    num_local, local_index = _parse_place(variables, *_OPEN_MPI_LOCAL)
+    process = _parse_place(variables, *_OPEN_MPI)
+    if process.num_processes == 1:
+        return process
+    local = _parse_place(variables, *_OPEN_MPI_LOCAL)
     uri = re.match(
         r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^],]+))",
         variables.get("OMPI_MCA_orte_hnp_uri", ""),
@@ -180,16 +182,15 @@ def _detect_open_mpi(variables: Mapping[str, str]) -> Process:
         coordinator = _format_address(uri[2] or uri[3], _choose_port(int(uri[1]) // 4096))
     else:
         raise UserError(
-            f"OMPI_COMM_WORLD_SIZE = {count}: the address of process 0 is missing, since this "
-            "mpirun does not publish one. Set it for all processes: "
+            f"OMPI_COMM_WORLD_SIZE = {process.num_processes}: the address of process 0 is missing, "
+            "since this mpirun does not publish one. Set it for all processes: "
             "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 jaxsp train ..."
         )
-    return Process(
-        index=index,
-        num_processes=count,
+    return dataclasses.replace(
+        process,
         coordinator=coordinator,
-        local_index=local_index,
-        num_local_processes=num_local,
+        local_index=local.index,
+        num_local_processes=local.num_processes,
     )
 
 
@@ -198,7 +199,7 @@ def _detect_slurm(variables: Mapping[str, str]) -> Process:
     if _parse_int(variables, "SLURM_STEP_NUM_TASKS", 1) == 1:
         return Process()
     _require_all(variables, (*_SLURM, *_SLURM_OTHERS), f"srun sets them all. {_SUGGESTION}")
-    count, index = _parse_place(variables, *_SLURM)
+    process = _parse_place(variables, *_SLURM)
     variables = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", **variables}
     if not variables.keys().isdisjoint(_MASTER):
         coordinator = _parse_master(variables)
@@ -214,9 +215,8 @@ def _detect_slurm(variables: Mapping[str, str]) -> Process:
         tasks_per_node += [int(tasks)] * int(num_nodes or 1)
     node = _parse_int(variables, "SLURM_NODEID")
     has_own_gpus = "SLURM_GPUS_PER_TASK" in variables  # each task sees only its own
-    return Process(
-        index=index,
-        num_processes=count,
+    return dataclasses.replace(
+        process,
         coordinator=coordinator,
         local_index=None if has_own_gpus else _parse_int(variables, "SLURM_LOCALID"),
         num_local_processes=tasks_per_node[node] if node < len(tasks_per_node) else None,
@@ -232,7 +232,7 @@ def _require_all(variables: Mapping[str, str], names: Iterable[str], suggestion:
         raise UserError(f"{values}: {' and '.join(missing)} {verb} missing. {suggestion}")
 
 
-def _parse_place(variables: Mapping[str, str], count_name: str, index_name: str) -> tuple[int, int]:
+def _parse_place(variables: Mapping[str, str], count_name: str, index_name: str) -> Process:
     """Number of processes, and the index of this one."""
     count = _parse_int(variables, count_name, 1)
     index = _parse_int(variables, index_name)
@@ -241,7 +241,7 @@ def _parse_place(variables: Mapping[str, str], count_name: str, index_name: str)
             f"{index_name} = {index}: must be from 0 to {count - 1}, with {count_name} = {count}. "
             "Use each number once."
         )
-    return count, index
+    return Process(index=index, num_processes=count)
 
 
 def _parse_int(variables: Mapping[str, str], name: str, minimum: int = 0) -> int:

@@ -43,8 +43,7 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
         if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not is_automatic:
             return
         try:
-            folder = run_paths.cache_dir() / "programs"
-            _prepare(folder)
+            folder = _prepare(run_paths.cache_dir() / "programs")
         except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
             distributed.log(f"{_FIELD}: compiled programs are not kept: {error}")
             return
@@ -52,9 +51,8 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
         with at(_FIELD, setting):
             if urls.is_url(setting):
                 raise UserError("must be a folder of this machine. Use auto.")
-            folder = paths.expand_user(setting)
             try:
-                _prepare(folder)
+                folder = _prepare(paths.expand_user(setting))
             except OSError as error:
                 raise UserError(
                     f"cannot be written: {error.strerror}. Name another folder, or null for none."
@@ -64,8 +62,9 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
         jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
 
 
-def _prepare(folder: pathlib.Path) -> None:
+def _prepare(folder: pathlib.Path) -> pathlib.Path:
     """Creates a folder. Raises: OSError if it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(13, "Permission denied", str(folder))
+    return folder
