@@ -14,7 +14,7 @@ from jaxsp.core import files
 from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import METRICS_FILE
-from jaxsp.runtime import jsonl, run_dir, run_paths
+from jaxsp.runtime import jsonl, run_lock, run_paths
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import StepSpec
 
@@ -104,7 +104,7 @@ def describe_start(
 def record_start(directory: pathlib.Path, line: StartLine) -> None:
     """Appends the line of a start in process 0. Raises: UserError if it cannot be written."""
     if jax.process_index() == 0:
-        with run_dir.report_write_errors(directory):
+        with run_lock.report_write_errors(directory):
             jsonl.append_record(directory / STARTS_FILE, dataclasses.asdict(line))
 
 

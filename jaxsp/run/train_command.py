@@ -13,7 +13,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed, hardware
 from jaxsp.processes.cluster import Process
 from jaxsp.run import jax_limits, trainer
-from jaxsp.runtime import compilation_cache, run_dir, run_paths
+from jaxsp.runtime import compilation_cache, run_lock, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace, config: Config, process: Process) -> None:
         folder = run_paths.local_dir(config.run)
         has_cpu_devices = hardware.count_gpus(os.environ) == 0 and process.num_processes == 1
         with (
-            run_dir.lock(folder, config_path=args.config, name=config.run.directory),
+            run_lock.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
             Watchdog(
                 status,
                 step_timeout=config.run.step_timeout,
-                heartbeat_file=None if process.index else folder / run_dir.HEARTBEAT_FILE,
+                heartbeat_file=None if process.index else folder / run_lock.HEARTBEAT_FILE,
                 has_cpu_devices=has_cpu_devices,
             ),
         ):

@@ -9,7 +9,7 @@ from jaxsp.core import paths, urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import GIB
 from jaxsp.processes import distributed, hardware
-from jaxsp.runtime import jax_platform, run_paths
+from jaxsp.runtime import jax_platform
 
 AUTO = "auto"
 
@@ -43,7 +43,7 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
         if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not is_automatic:
             return
         try:
-            folder = _prepare(run_paths.cache_dir() / "programs")
+            folder = _prepare(paths.cache_dir() / "programs")
         except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
             distributed.log(f"{_FIELD}: compiled programs are not kept: {error}")
             return

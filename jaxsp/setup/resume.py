@@ -23,7 +23,7 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
-from jaxsp.runtime import run_dir, run_paths
+from jaxsp.runtime import run_lock, run_paths
 from jaxsp.setup import config_changes, config_file
 from jaxsp.storage import run_storage
 from jaxsp.training.inputs import StartPoint
@@ -50,7 +50,7 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         with at("run.resume", run.resume):
             paths.check_folder(pathlib.Path(run.resume))
     has_files = directory.is_dir() and any(
-        path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
+        path.name not in run_lock.BOOKKEEPING_FILES for path in directory.iterdir()
     )
     first_resume = None  # the checkpoint of another run that this one started from
     with contextlib.suppress(UserError):  # there is no file, or another version wrote it
