@@ -37,22 +37,21 @@ _PROGRESS_KEY = "progress"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessProgress:
-    """Progress of a process at the time of a stop request.
+    """Progress of a process at the time of a stop request, with expected seconds.
 
     It then dispatches no further step until all processes have published their progress.
     """
 
-    num_dispatched: int | None
-    """Steps dispatched since step 0; None before the first step of this run."""
-    remaining_s: float
-    """Expected seconds until the dispatched steps are finished."""
-    step_s: float
-    """Expected seconds per step, for the steps that only other processes have dispatched."""
-    checkpoint_s: float
-    """Expected seconds of a checkpoint; 0 if none was written yet."""
+    num_dispatched: int | None  # since step 0; None before the first step of this run
+    remaining_s: float  # until the dispatched steps are finished
+    step_s: float  # for steps that only other processes have dispatched
+    checkpoint_s: float  # 0 if none was written yet
     is_kill_expected: bool
-    """True for SIGTERM and SIGINT, because a scheduler kills the process a while after its signal.
-    False for run.stop_after, and for SIGHUP: a terminal that closes sends no SIGKILL."""
+    """False for run.stop_after, and for SIGHUP: a terminal that closes sends no SIGKILL. A
+    scheduler sends one a while after SIGTERM or SIGINT."""
+
+    def publish(self) -> None:
+        distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self)))
 
 
 class Preemption:
@@ -161,9 +160,8 @@ class Preemption:
                 self._request_stop(f"{_STOP_AFTER} = {durations.to_text(self._stop_after)}")
         if self.reason is None and (requests := distributed.last_read(distributed.STOP_KEY)):
             index, reason = min(requests.items())
-            if not reason.startswith(_STOP_AFTER):
-                reason = f"{reason} to process {index}"
-            self._hold_dispatch(reason)  # published already: no _request_stop
+            is_signal = not reason.startswith(_STOP_AFTER)
+            self._hold_dispatch(f"{reason} to process {index}" if is_signal else reason)
         if self.reason is not None and self._stop_step is None and not self._closed.is_set():
             self._decide_stop_step()
 
@@ -202,10 +200,7 @@ class Preemption:
                 checkpoint_s=self.status.checkpoint_s or 0.0,
                 is_kill_expected=not reason.startswith((_STOP_AFTER, signal.SIGHUP.name)),
             )
-        self._publish_progress(self._progress)
-
-    def _publish_progress(self, progress: ProcessProgress) -> None:
-        distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(progress)))
+        self._progress.publish()
 
     def _decide_stop_step(self) -> None:
         """Chooses the step to stop after, or exits, once the progress of all processes is known.
@@ -219,7 +214,7 @@ class Preemption:
             published = distributed.read_published(_PROGRESS_KEY)
             if process.index not in published:
                 # The stop request came before the processes were connected
-                self._publish_progress(self._progress)
+                self._progress.publish()
                 return
             if len(published) < process.num_processes:
                 return
@@ -259,12 +254,7 @@ class Preemption:
 
 
 def stop_message(reason: str, *, stop_step: int, remaining_s: float) -> str:
-    """Formats the message of a run that is stopping.
-
-    Args:
-        stop_step: last step of the run.
-        remaining_s: seconds until this step is finished and the checkpoint written.
-    """
+    """Formats the message of a run that writes its checkpoint in `remaining_s` seconds."""
     prefix = "" if reason == signal.SIGINT.name else f"{reason}: "
     repeat = "Ctrl-C" if prefix else "Ctrl-C again"
     if reason.startswith(signal.SIGTERM.name):
