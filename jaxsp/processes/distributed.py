@@ -22,15 +22,12 @@ from jaxsp.processes.cluster import Process
 # jax is imported in functions: every command imports this module, also those that print a help.
 
 JOIN_TIMEOUT_S = 300
-"""Time limit for all processes of a job to join. JAX's default: nodes pull their images minutes
-apart."""
+"""Time limit for all processes of a job to join: nodes pull their images minutes apart."""
 
 HEARTBEAT_TIMEOUT_S = 100
 """Time without a heartbeat after which JAX takes a process for dead and ends the others.
 
-JAX's default. Pinning host memory holds a lock of the kernel and has delayed heartbeats for longer
-than 20 s (jax issue 23599). Without the program that started the processes, which detects one that
-is killed, the others end after 97 to 99 s (two processes, jax 0.10.1).
+JAX's default. Pinning host memory has delayed heartbeats for longer than 20 s (jax issue 23599).
 """
 
 SHUTDOWN_TIMEOUT_S = 1200
@@ -42,17 +39,16 @@ POLL_INTERVAL_S = 0.5
 MAX_POLLS_PER_S = 200
 """Reads per second that process 0 answers, at most: with more processes, each reads less often.
 
-They take 6 % of a core; without a limit, 1,024 processes make 1,900 to 4,600 (2 cores, which the
-processes share: scripts/bench/LOG.md, 2026-11-26).
+They take 6 % of a core (2 cores, scripts/bench/LOG.md, 2026-11-26).
 """
 
 OWN_ERROR_GRACE_S = 1.0
-"""Time that a process has, after another has failed, to find the same error and to print its own
-message."""
+"""Time that a process has, after another has failed, to print its own message for the same error.
+"""
 
 EXIT_GRACE_S = 3.0
-"""Time limit for process 0 to wait for the others to end, since JAX ends them when it is gone, in
-addition to the time between two reads. Twice what they need to end after they have read it."""
+"""Time that process 0 waits for the others to end, since JAX ends them when it is gone, in addition
+to the time between two reads. Twice what they need."""
 
 _ERASE_LINE = "\r\x1b[2K"
 _SHOW_CURSOR = "\x1b[?25h"
@@ -159,8 +155,7 @@ def read_published(key: str) -> dict[int, str]:
 
 
 def last_read(key: str) -> dict[int, str]:
-    """Values of the key of an event, by process index, as of the last read, `poll_interval_s` ago
-    at most."""
+    """Values of an event's key by process index, read at most `poll_interval_s` ago."""
     return _events.get(key, {})
 
 
@@ -176,10 +171,7 @@ def _read_folder(folder: str) -> dict[str, dict[int, str]]:
 
 
 def poll_interval_s(shortest_s: float = POLL_INTERVAL_S) -> float:
-    """Seconds between two reads of what other processes have published.
-
-    Example: 0.5 up to 100 processes, 5.1 with 1,024.
-    """
+    """Seconds between two reads of what others have published: 5.1 with 1,024 processes."""
     return max(shortest_s, _this_process.num_processes / MAX_POLLS_PER_S)
 
 
@@ -194,10 +186,7 @@ def line_prefix(index: int) -> str:
 
 
 def log(text: str) -> None:
-    """Prints lines to stderr; every process except 0 adds its prefix.
-
-    Writes to the file descriptor, so that it works whatever the main thread is doing.
-    """
+    """Prints lines to stderr, from any thread. Every process except 0 adds its prefix."""
     text = errors.escape(text.rstrip(), keep="\n\t")
     if _this_process.index > 0:
         text = textwrap.indent(text, line_prefix(_this_process.index), lambda _: True)
@@ -217,10 +206,7 @@ def log_stacks() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job at its end, after waiting for the others for at most SHUTDOWN_TIMEOUT_S.
-
-    Does nothing if this process has already left.
-    """
+    """Leaves the job at its end, after waiting for the others. Does nothing the second time."""
     global _kv_client
     with _kv_lock:
         was_connected = is_connected()

@@ -15,7 +15,7 @@ from jaxsp.processes import distributed
 from jaxsp.reporting import console, metrics, task_plots
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.runtime import run_paths
-from jaxsp.runtime.run_status import RunStatus
+from jaxsp.runtime.run_status import Activity, RunStatus
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import StepSpec
@@ -67,8 +67,8 @@ class Evaluations:
         with self._status.compiling("the evaluation"):
             self._eval_sets.compile()
             self._tasks.compile()
-        self._status.begin(
-            f"the evaluation {when}",
+        self._status.activity = Activity(
+            description=f"the evaluation {when}",
             expected_s=self._status.step_s,
             duration_s=self._status.evaluation_s,
         )

@@ -14,7 +14,7 @@ from jaxsp.run.preflight import StepFunction
 from jaxsp.run.session import Session, open_session
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
-from jaxsp.runtime.run_status import RunStatus
+from jaxsp.runtime.run_status import Activity, RunStatus
 from jaxsp.training import train_state
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import StepSpec
@@ -103,7 +103,7 @@ def _prepare_references(
     data_sets = [inputs.train_set, *inputs.eval_sets]
     if not references.list_missing(spec, data_sets):
         return
-    preemption.status.begin("the reference pass")
+    preemption.status.activity = Activity(description="the reference pass")
     directory = run_paths.local_dir(spec.config.run)
     folder = directory / references.FOLDER
     references.prepare(

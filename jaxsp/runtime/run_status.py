@@ -30,8 +30,9 @@ class Activity:
     """
     is_writing: bool = False
     """True if bytes written to files are progress."""
-    expected_end: float | None = None
-    """Expected time of the activity's end; None if unknown."""
+    duration_s: float | None = None
+    """Seconds that it took last time; None if unknown."""
+    began: float = dataclasses.field(default_factory=time.monotonic)
     last_progress: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -59,29 +60,11 @@ class RunStatus:
         self._durations_s: collections.deque[float] = collections.deque(maxlen=20)
         """Seconds of the last steps."""
 
-    def begin(
-        self,
-        description: str,
-        *,
-        is_watched: bool = True,
-        expected_s: float | None = None,
-        is_writing: bool = False,
-        duration_s: float | None = None,
-    ) -> None:
-        """Records the start of an activity. Args: duration_s: seconds that it took last time."""
-        self.activity = Activity(
-            description=description,
-            is_watched=is_watched,
-            expected_s=expected_s,
-            is_writing=is_writing,
-            expected_end=None if duration_s is None else time.monotonic() + duration_s,
-        )
-
     @contextlib.contextmanager
     def compiling(self, description: str) -> Iterator[None]:
         """Context of a compilation, of unknown duration, in the middle of an activity."""
         interrupted = self.activity
-        self.begin(f"compiling {description}", is_watched=False)
+        self.activity = Activity(description=f"compiling {description}", is_watched=False)
         try:
             yield
         finally:
@@ -95,7 +78,8 @@ class RunStatus:
     def waiting_for_step(self, num_finished: int) -> None:
         """Records that the next step can start."""
         self.num_finished = num_finished
-        self.begin(f"step {num_finished + 1}", expected_s=self.step_s or None)
+        description = f"step {num_finished + 1}"
+        self.activity = Activity(description=description, expected_s=self.step_s or None)
 
     def dispatched(self, *, estimated_s: float | None = None) -> None:
         """Records the dispatch of a step, which starts when the step before it is finished.
@@ -133,7 +117,8 @@ class RunStatus:
 
         Steps and evaluations of unknown duration count as 0.
         """
-        if self.activity.expected_end is not None:
-            return max(0.0, self.activity.expected_end - time.monotonic())
+        activity = self.activity
+        if activity.duration_s is not None:
+            return max(0.0, activity.began + activity.duration_s - time.monotonic())
         expected_s = self._num_running * self.step_s
-        return max(0.0, expected_s - (time.monotonic() - self.activity.last_progress))
+        return max(0.0, activity.last_progress + expected_s - time.monotonic())

@@ -89,7 +89,8 @@ class Watchdog:
         self._closed.set()
         for thread in self._threads:
             thread.join()
-        self._status.begin("ended" if kind is None else "failed", is_watched=False)
+        end = "ended" if kind is None else "failed"
+        self._status.activity = Activity(description=end, is_watched=False)
         self._write_heartbeat()
 
     def choose_timeout(self, activity: Activity) -> tuple[float, str]:

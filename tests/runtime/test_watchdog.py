@@ -133,7 +133,7 @@ def test_a_process_that_was_suspended_does_not_count_as_hung(tmp_path):
 def test_a_progress_bar_does_not_count_as_progress_of_a_write(monkeypatch):
     status = RunStatus()
     dog = Watchdog(status)
-    status.begin("the checkpoint of step 2", is_writing=True)
+    status.activity = Activity(description="the checkpoint of step 2", is_writing=True)
     start = dataclasses.replace(status.activity)
     num_bytes = 0
     monkeypatch.setattr(run_status, "read_bytes_written", lambda: num_bytes)
@@ -160,7 +160,9 @@ def test_heartbeats_keep_a_run_alive(tmp_path):
 @pytest.mark.parametrize("fails", [False, True])
 def test_compiling_is_not_watched_and_the_activity_continues_after_it(fails):
     status = RunStatus()
-    status.begin("the checkpoint of step 2", expected_s=3.0, is_writing=True)
+    status.activity = Activity(
+        description="the checkpoint of step 2", expected_s=3.0, is_writing=True
+    )
     start = dataclasses.replace(status.activity)
     try:
         with status.compiling("checksums"):
@@ -180,7 +182,7 @@ def test_compiling_is_not_watched_and_the_activity_continues_after_it(fails):
 def test_a_slow_write_of_a_checkpoint_counts_as_progress(tmp_path):
     status = RunStatus()
     with Watchdog(status, step_timeout=timedelta(seconds=1.2)):
-        status.begin("the checkpoint of step 1", is_writing=True)
+        status.activity = Activity(description="the checkpoint of step 1", is_writing=True)
         with (tmp_path / "state").open("wb") as file:
             for _ in range(10):
                 file.write(bytes(2**22))
