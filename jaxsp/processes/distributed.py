@@ -114,12 +114,7 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         ) from None
     from jax._src import distributed  # the store has no public name
 
-    _kv_client = getattr(getattr(distributed, "global_state", None), "client", None)
-    if not all(hasattr(_kv_client, name) for name in ("key_value_set", "key_value_dir_get")):
-        raise UserError(
-            f"jax = {jax.__version__}: must have the key-value store of versions 0.10.1 to 0.12.0. "
-            "Install one of these, or use one process."
-        )
+    _kv_client = distributed.global_state.client
     _disconnected.clear()
     threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
 
@@ -196,8 +191,9 @@ def log(text: str) -> None:
         os.write(2, f"{begin}{text}\n".encode(errors="backslashreplace"))
 
 
-def log_stacks() -> None:
-    """Prints the stack of every thread of this process."""
+def log_stacks(text: str) -> None:
+    """Prints a text and the stack of every thread of this process."""
+    log(text)
     has_memfd = hasattr(os, "memfd_create")  # conda's Python has none
     with open(os.memfd_create("jaxsp"), "w+b") if has_memfd else tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -284,7 +280,7 @@ def _watch_peers() -> None:
         time.sleep(OWN_ERROR_GRACE_S)
         index = min(peers)
         code = int(last_read(_FAILED_KEY)[index])
-        log(f"ends because process {index} has failed, with exit code {code}")
-        if code == exit_codes.HUNG:  # the stacks show which process is stuck
-            log_stacks()
+        # the stacks show which process is stuck
+        show = log_stacks if code == exit_codes.HUNG else log
+        show(f"ends because process {index} has failed, with exit code {code}")
         exit_now(code)

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import NoReturn
 
 import jax
 
@@ -220,37 +219,34 @@ class Preemption:
                 return
             all_progress = [ProcessProgress(**json.loads(text)) for text in published.values()]
         counts = [progress.num_dispatched for progress in all_progress]
-        last = max((count for count in counts if count is not None), default=None)
-        if last is None:
-            self._exit("before the first step: nothing is lost")
+        last = max((count for count in counts if count is not None), default=0)
         remaining_s = max(
             progress.remaining_s
             + (last - progress.num_dispatched) * progress.step_s
             + progress.checkpoint_s
-            for progress in all_progress
             if progress.num_dispatched is not None
+            else 0.0
+            for progress in all_progress
         )
-        grace = self._shutdown_grace
         is_kill_expected = any(progress.is_kill_expected for progress in all_progress)
-        if is_kill_expected and remaining_s > grace.total_seconds():
-            self._exit(
+        loss = ""
+        if all(count is None for count in counts):
+            loss = "before the first step: nothing is lost"
+        elif is_kill_expected and remaining_s > self._shutdown_grace.total_seconds():
+            grace = durations.to_text(self._shutdown_grace)
+            loss = (
                 f"immediately: the dispatched steps and a checkpoint would take about "
-                f"{remaining_s:.0f} s, and run.shutdown_grace is {durations.to_text(grace)}. "
+                f"{remaining_s:.0f} s, and run.shutdown_grace is {grace}. "
                 f"{self._describe_loss(last)}"
             )
+        message = stop_message(self.reason or "", stop_step=last, remaining_s=remaining_s)
+        if distributed.this_process().index == 0:
+            distributed.log(f"stopped by {self.reason} {loss}" if loss else message)
+        if loss:
+            distributed.exit_now(0)
         with self._condition:
             self._stop_step = last
             self._condition.notify_all()
-        if distributed.this_process().index == 0:
-            distributed.log(
-                stop_message(self.reason or "", stop_step=last, remaining_s=remaining_s)
-            )
-
-    def _exit(self, text: str) -> NoReturn:
-        """Ends this process without a checkpoint. Args: text: when, and what is lost."""
-        if distributed.this_process().index == 0:
-            distributed.log(f"stopped by {self.reason} {text}")
-        distributed.exit_now(0)
 
 
 def stop_message(reason: str, *, stop_step: int, remaining_s: float) -> str:

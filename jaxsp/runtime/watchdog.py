@@ -142,7 +142,7 @@ class Watchdog:
             "last checkpoint. Stacks of all threads:"
         )
         # In a thread: stderr may be a file on an unresponsive disk
-        printer = threading.Thread(target=_print_stacks, args=(text,), daemon=True)
+        printer = threading.Thread(target=distributed.log_stacks, args=(text,), daemon=True)
         printer.start()
         printer.join(MESSAGE_TIMEOUT_S)
         distributed.abort_job(exit_codes.HUNG)
@@ -176,8 +176,3 @@ class Watchdog:
                     "the run continues without a heartbeat"
                 )
             self._is_broken = True
-
-
-def _print_stacks(text: str) -> None:
-    distributed.log(text)
-    distributed.log_stacks()

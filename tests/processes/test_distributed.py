@@ -70,7 +70,7 @@ def test_process_0_answers_a_limited_number_of_reads(monkeypatch, num_processes)
 
 def test_functions_that_conda_s_python_lacks_are_not_needed(monkeypatch, capfd):
     monkeypatch.delattr(os, "memfd_create")
-    distributed.log_stacks()
+    distributed.log_stacks("hangs")
     assert "test_functions_that_conda_s_python_lacks" in capfd.readouterr().err
 
 
