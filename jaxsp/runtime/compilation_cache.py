@@ -17,9 +17,8 @@ MAX_BYTES = 5 * GIB
 """Size of the folder from which on JAX deletes the programs that were not used for longest."""
 
 MIN_CPU_RELEASE = (0, 12, 0)
-"""First release of JAX in which `auto` keeps programs for CPUs. Its key has the features of the
-processor, so that machines can share a home folder. jax 0.10.1 prints two errors of 1,000 columns
-for each kernel that it reads, on the same machine (jax issue 38445)."""
+"""First release of JAX in which `auto` keeps programs for CPUs. Before, JAX prints two errors of
+1,000 columns for each kernel that it reads (jax issue 38445)."""
 
 _FIELD = "run.compilation_cache"
 

@@ -45,18 +45,16 @@ _locked_dirs: set[pathlib.Path] = set()
 
 @contextlib.contextmanager
 def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None) -> Iterator[None]:
-    """Context in which no other run can use a folder.
+    """Context in which no other run can use a folder. A nested one does nothing.
 
-    Process 0 takes the lock for all processes of a job. A nested lock of the same folder does
-    nothing. The kernel frees the lock when the process ends for any reason. If a file system locks
-    within a node only, the holder's heartbeat shows whether it is alive. At the end, files and
-    folders that were created for the lock are removed if no run has started.
+    Process 0 takes the lock for all processes of a job. The kernel frees it when that process ends.
+    If a file system locks within a node only, the holder's heartbeat shows whether it is alive. At
+    the end, what was created for the lock is removed if no run has started.
 
     Args:
         config_path: config of the command, written to HOLDER_FILE.
         name: name of the folder in messages; default: its path.
-    Raises: UserError that describes the holder of the lock, or the reason why the folder cannot be
-        created or locked.
+    Raises: UserError that names the holder, or why the folder cannot be created or locked.
     """
     import jax  # the names of the files are needed without it
 
@@ -109,10 +107,7 @@ def report_write_errors(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
-    """Locks the file, and prints a line if the previous run was killed.
-
-    Raises: UserError if another run holds the lock, or if the file system has no locks.
-    """
+    """Locks the file, and prints a line if the previous run was killed. Raises: UserError."""
     holder = files.read_json(folder / HOLDER_FILE) or {}
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +123,7 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
             "two runs could write to it at the same time. Use a folder on another file system, or "
             "mount this one with locks (Lustre: -o flock)."
         ) from None
-    description = _describe_holder(holder)
+    description = _describe_holder(holder) if holder else ""
     if holder and not is_in_use and holder.get("host") != platform.node():
         text = f"{folder}: waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of {description}"
         print(text, flush=True)
@@ -147,12 +142,7 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
 
 
 def _describe_holder(holder: dict[str, Any]) -> str:
-    """Formats a holder: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)`.
-
-    Empty if it is unknown.
-    """
-    if not holder:
-        return ""
+    """Formats a holder: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)`."""
     since = str(holder.get("began"))[:19].replace("T", " ")
     text = f"pid {holder.get('pid')} on {holder.get('host')} since {since}"
     details = [f"SLURM job {holder['job']}"] if holder.get("job") else []

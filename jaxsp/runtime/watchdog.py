@@ -20,20 +20,18 @@ HEARTBEAT_INTERVAL_S = 5.0
 MESSAGE_TIMEOUT_S = 10.0
 """Time limit for printing the stacks of a process that hangs."""
 
+# Times without progress that count as a hang, unless run.step_timeout is set
 MIN_TIMEOUT_S = 600.0
-"""Shortest time without progress that counts as a hang, unless run.step_timeout is set."""
-
 TIMEOUT_FACTOR = 10
-"""Multiple of the expected time that counts as a hang, unless run.step_timeout is set."""
-
+"""Multiple of the expected time."""
 MAX_TIMEOUT_S = 86_400.0
-"""Time without progress that counts as a hang of a step whose duration is unknown."""
+"""Limit for a step whose duration is unknown."""
 
 MIN_CPU_USE = 0.05
 """Minimum CPU seconds per second of a process whose CPU devices compute.
 
-A step on virtual CPU devices whose threads all wait for each other uses none. XLA may run
-independent collectives in different orders on different devices.
+Threads that all wait for each other use none: XLA may run independent collectives in different
+orders on different devices.
 """
 
 _MIN_WRITTEN_BYTES = 2**20
@@ -51,8 +49,7 @@ class Watchdog:
         step_timeout: run.step_timeout.
         heartbeat_file: file that is rewritten every few seconds; None: no file.
         has_cpu_devices: JAX's devices are CPUs, all of this process. A step of unknown duration,
-            such as the first, then makes progress as long as this process uses CPU time. (One of
-            several processes may wait for the others, for at most COLLECTIVE_TIMEOUT_S.)
+            such as the first, then makes progress as long as this process uses CPU time.
     """
 
     def __init__(
