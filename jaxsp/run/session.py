@@ -28,7 +28,6 @@ from jaxsp.run import preflight, references
 from jaxsp.run.evaluations import Evaluations
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
-from jaxsp.runtime.run_status import Activity
 from jaxsp.storage import run_storage
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
@@ -171,11 +170,7 @@ class Session:
             self.has_pending_evaluation = False
             self.is_stopped_early = self.early_stopping.should_stop()
         if should_save or self.is_stopped_early:
-            self.preemption.status.activity = Activity(
-                description=f"the checkpoint of step {step}",
-                expected_s=self.preemption.status.step_s,
-                is_writing=True,
-            )
+            self.preemption.status.begin_writing(f"the checkpoint of step {step}")
             meta = dataclasses.replace(
                 self._build_meta(), eval_loss=loss, eval_set=self.files.eval_set
             )
@@ -190,11 +185,7 @@ class Session:
         Raises: NeedsAttentionError if every attempt fails.
         """
         self.log.record_dispatched_step()
-        self.preemption.status.activity = Activity(
-            description="the last checkpoint",
-            expected_s=self.preemption.status.step_s,
-            is_writing=True,
-        )
+        self.preemption.status.begin_writing("the last checkpoint")
         # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
         self.has_pending_evaluation |= self.spec.config.checkpoint.keep_best > 0
         self.checkpoints.finish(state, self._build_meta())

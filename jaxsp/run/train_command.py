@@ -1,6 +1,7 @@
 """Work of the command `jaxsp train`."""
 
 import argparse
+import functools
 import os
 import pathlib
 
@@ -41,9 +42,7 @@ def run(args: argparse.Namespace, config: Config, process: Process) -> None:
         status,
         shutdown_grace=config.run.shutdown_grace,
         stop_after=config.run.stop_after,
-        describe_loss=lambda last: run_paths.describe_lost_steps(
-            run_paths.local_dir(config.run), last
-        ),
+        describe_loss=functools.partial(run_paths.describe_lost_steps, config.run),
     )
     with preemption.listen():
         distributed.initialize(process)

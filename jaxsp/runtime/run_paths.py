@@ -78,9 +78,9 @@ def find_latest_in_run(
     return _latest_in(pathlib.Path(directory).resolve() / CHECKPOINTS_DIR, exclude)
 
 
-def describe_lost_steps(directory: pathlib.Path, last: int) -> str:
+def describe_lost_steps(run: RunConfig, last: int) -> str:
     """Describes the steps that are lost if a run ends after step `last` without a checkpoint."""
-    checkpoint = find_latest_in_run(directory)
+    checkpoint = find_latest_in_run(local_dir(run))
     if checkpoint is None:
         return f"No checkpoint has been written yet: {_count(last, 'since the start')} lost."
     num_lost = last - int(checkpoint.name)

@@ -71,6 +71,10 @@ class RunStatus:
             interrupted.last_progress = time.monotonic()
             self.activity = interrupted
 
+    def begin_writing(self, description: str) -> None:
+        """Records the start of a write. Its signs of progress are expected as often as steps."""
+        self.activity = Activity(description=description, expected_s=self.step_s, is_writing=True)
+
     def heartbeat(self) -> None:
         """Records a sign of progress."""
         self.activity.last_progress = time.monotonic()

@@ -17,8 +17,9 @@ from tests import messages
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]
 
 PROGRAM = """
-import functools, json, pathlib, sys, time
+import functools, json, sys, time
 from datetime import timedelta
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.runtime import preemption, run_paths, run_status
 options = json.loads(sys.argv[1])
 num_steps = options["num_steps"]
@@ -28,7 +29,7 @@ stop = preemption.Preemption(
     shutdown_grace=timedelta(seconds=25),
     stop_after=options["stop_after_s"] and timedelta(seconds=options["stop_after_s"]),
     describe_loss=functools.partial(
-        run_paths.describe_lost_steps, pathlib.Path(options["directory"])
+        run_paths.describe_lost_steps, RunConfig(directory=options["directory"])
     ),
 )
 with stop.listen():
