@@ -110,11 +110,7 @@ def record_start(directory: pathlib.Path, line: StartLine) -> None:
 
 def _read_last_step(path: pathlib.Path) -> int | None:
     """Step of the last complete line of a file; None if there is no such line."""
-    if not path.exists():
-        return None
-    for line in reversed(path.read_bytes().splitlines()):
-        # the last line of a killed run may be damaged
-        step = (files.parse_json(line) or {}).get("step")
-        if isinstance(step, int):
-            return step
-    return None
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    # the last line of a killed run may be damaged
+    steps = ((files.parse_json(line) or {}).get("step") for line in reversed(lines))
+    return next((step for step in steps if isinstance(step, int)), None)

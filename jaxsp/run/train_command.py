@@ -47,7 +47,6 @@ def run(args: argparse.Namespace, config: Config, process: Process) -> None:
     with preemption.listen():
         distributed.initialize(process)
         folder = run_paths.local_dir(config.run)
-        has_cpu_devices = hardware.count_gpus(os.environ) == 0 and process.num_processes == 1
         with (
             run_lock.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace, config: Config, process: Process) -> None:
                 status,
                 step_timeout=config.run.step_timeout,
                 heartbeat_file=None if process.index else folder / run_lock.HEARTBEAT_FILE,
-                has_cpu_devices=has_cpu_devices,
+                has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
             ),
         ):
             damaged: list[pathlib.Path] = []

@@ -38,10 +38,8 @@ _UNNUMBERED = -1
 def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
     """Finds the checkpoint that a run resumes from; None for a new run.
 
-    Args:
-        skip: damaged checkpoints.
-    Raises: UserError if run.resume requires a checkpoint and there is none, or run.directory cannot
-        be used.
+    Args: skip: damaged checkpoints.
+    Raises: UserError if there is none and run.resume requires one, or for a bad run.directory.
     """
     directory = run_paths.local_dir(run)
     with at("run.directory", directory):
