@@ -50,6 +50,7 @@ class ProcessProgress:
     scheduler sends one a while after SIGTERM or SIGINT."""
 
     def publish(self) -> None:
+        """Sends it to the other processes."""
         distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self)))
 
 
@@ -229,20 +230,22 @@ class Preemption:
             for progress in all_progress
         )
         is_kill_expected = any(progress.is_kill_expected for progress in all_progress)
-        loss = ""
+        early_end = ""
         if all(count is None for count in counts):
-            loss = "before the first step: nothing is lost"
+            early_end = "before the first step: nothing is lost"
         elif is_kill_expected and remaining_s > self._shutdown_grace.total_seconds():
             grace = durations.to_text(self._shutdown_grace)
-            loss = (
+            early_end = (
                 f"immediately: the dispatched steps and a checkpoint would take about "
                 f"{remaining_s:.0f} s, and run.shutdown_grace is {grace}. "
                 f"{self._describe_loss(last)}"
             )
         message = stop_message(self.reason or "", stop_step=last, remaining_s=remaining_s)
+        if early_end:
+            message = f"stopped by {self.reason} {early_end}"
         if distributed.this_process().index == 0:
-            distributed.log(f"stopped by {self.reason} {loss}" if loss else message)
-        if loss:
+            distributed.log(message)
+        if early_end:
             distributed.exit_now(0)
         with self._condition:
             self._stop_step = last
