@@ -19,10 +19,11 @@ from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation import generator
 from jaxsp.hf.rope import context_range
+from jaxsp.processes import cluster, distributed
 from jaxsp.reporting import comparison, eval_files
 from jaxsp.reporting import console as output
 from jaxsp.run import jax_limits, references
-from jaxsp.runtime import run_paths
+from jaxsp.runtime import compilation_cache, run_paths
 from jaxsp.setup import build, config_file, given_model, initial_weights, model_files, stop_tokens
 from jaxsp.setup.given_model import GivenModel
 from jaxsp.training.metric_table import Line
@@ -47,7 +48,10 @@ def run(args: argparse.Namespace) -> None:
                 f"--baseline = {args.baseline}: the results would be added to it. Use --out FILE "
                 "with another file."
             )
-    jax_limits.start_jax(config, args)
+    process = cluster.read_arguments(args)
+    jax_limits.choose_platform(config, process)
+    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
+    distributed.initialize(process)
     harness_tasks = _find_harness_tasks(args)
     resolved = given.resolve(config)
     spec = resolved.spec

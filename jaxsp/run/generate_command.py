@@ -18,8 +18,10 @@ from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.generation.text_stream import TextStream
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.rope import context_range
+from jaxsp.processes import cluster, distributed
 from jaxsp.reporting import console as output
 from jaxsp.run import jax_limits
+from jaxsp.runtime import compilation_cache
 from jaxsp.setup import config_file, given_model, model_files, stop_tokens
 from jaxsp.setup.given_model import GivenModel
 
@@ -50,7 +52,10 @@ def run(args: argparse.Namespace) -> None:
             "model that it was made from, or one that was trained with another objective."
         )
     config = _load_config(given, args.changes)
-    jax_limits.start_jax(config, args)
+    process = cluster.read_arguments(args)
+    jax_limits.choose_platform(config, process)
+    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
+    distributed.initialize(process)
     model_dir = given.find_model_dir(config)
     source = None
     if model_dir is None and config.model.source is not None:

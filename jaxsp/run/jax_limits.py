@@ -3,7 +3,6 @@
 They are formulas, because no step is compiled yet.
 """
 
-import argparse
 import contextlib
 import os
 
@@ -16,17 +15,9 @@ from jaxsp.memory import available_memory, memory_formula, row_meshes
 from jaxsp.memory.available_memory import GroupLayout
 from jaxsp.processes import cluster, distributed, hardware
 from jaxsp.processes.cluster import Process
-from jaxsp.runtime import compilation_cache, device_mesh, jax_platform, memory_limits
+from jaxsp.runtime import device_mesh, jax_platform, memory_limits
 
 ONE_PROCESS = Process()
-
-
-def start_jax(config: Config, args: argparse.Namespace) -> None:
-    """Joins the job that the arguments describe. Call it before JAX counts devices."""
-    process = cluster.read_arguments(args)
-    choose_platform(config, process)
-    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
-    distributed.initialize(process)
 
 
 def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
