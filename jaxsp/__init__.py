@@ -5,14 +5,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.runtime import plugin_messages
+from jaxsp.runtime import cuda_plugin
 
 if TYPE_CHECKING:
     from jaxsp.api import Trainer
 
 __all__ = ["Trainer"]
 
-plugin_messages.load_quietly()  # before anything imports jax
+cuda_plugin.load_quietly()  # before anything imports jax
 
 
 def __getattr__(name: str) -> Any:

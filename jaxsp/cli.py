@@ -15,7 +15,7 @@ from jaxsp.core import errors, exit_codes, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.processes import distributed, standard_streams
 from jaxsp.run import config_file
-from jaxsp.runtime import allocator_errors
+from jaxsp.runtime import cuda_plugin
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
 """Text in the errors of Gloo and NCCL when another process has ended. The traceback shows only
@@ -209,5 +209,5 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
     if distributed.this_process().num_processes > 1 and _LOST_PEER.search(str(error)):
         reason = errors.first_line(error)
         message = f"cannot reach another process of this run, which may have been killed: {reason}"
-    message = message or allocator_errors.explain(error)
+    message = message or cuda_plugin.explain(error)
     return exit_codes.INTERNAL_ERROR, message

@@ -132,10 +132,7 @@ def _compute_checksum(path: pathlib.Path) -> bytes:
 
 
 def read_text(path: str | pathlib.Path) -> str:
-    """Reads a file of UTF-8 text. Raises: OSError or ValueError, also for a pipe or a device.
-
-    A pipe would be waited for, and /dev/zero read until memory runs out.
-    """
+    """Reads a file of UTF-8 text. Raises: OSError or ValueError, also for a pipe or a device."""
     path = pathlib.Path(path)
     check_regular(path)
     return path.read_text(encoding="utf-8")
@@ -152,9 +149,7 @@ def check_model_folder(folder: pathlib.Path) -> None:
     """Checks that the files in a model's folder are regular files, and inside of it.
 
     An archive can contain a symbolic link to a secret, which exports would copy. The hub's cache
-    has links into its blobs.
-
-    Raises: UserError
+    has links into its blobs. Raises: UserError for others.
     """
     root = folder.resolve()
     allowed = {root}

@@ -28,6 +28,11 @@ def expand_user(text: str) -> pathlib.Path:
     return path
 
 
+def cache_dir() -> pathlib.Path:
+    """Folder of copies and caches: `$XDG_CACHE_HOME/jaxsp`, or `~/.cache/jaxsp`."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "jaxsp")
+
+
 def is_path(name: str) -> bool:
     """True if a name must be a path: hub names have at most one slash, in the middle."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1

@@ -1,34 +1,33 @@
-"""This process's place in its job, from its arguments or from its launcher's variables."""
+"""This process's place in its job, from its arguments or from its launcher's variables.
+
+JAX's own detection is not used: it fails in 9 of the 20 jobs of test_cluster.py (jax 0.10.1; 10
+with 0.12.0). It does not know torchrun and MASTER_ADDR, needs mpi4py for Open MPI 5, does not parse
+`rack[0-1]n[2-3]`, gives steps of a SLURM job that run at the same time one port, gives the only
+process of a node one GPU of eight, and does not name what to set.
+"""
 
 import argparse
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from jaxsp.core.errors import UserError
 from jaxsp.processes import hardware
 
-_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-_TORCHRUN_LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-"""Optional variables of torchrun, with their minimum."""
-
-_OPEN_MPI = (
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = (*_MASTER, "WORLD_SIZE", "RANK")
+_TORCHRUN_LOCAL = (
+    ("local_index", "LOCAL_RANK", 0),
+    ("num_local_processes", "LOCAL_WORLD_SIZE", 1),
 )
-_SLURM = (
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_STEP_NODELIST",
-    "SLURM_JOB_ID",
-)
+"""Optional variables of torchrun, by field of `Process`, with their minimum."""
+_OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+_OPEN_MPI_LOCAL = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+_SLURM_OTHERS = ("SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 _ARGUMENTS = "--coordinator HOST:PORT --num-processes N --process-id I"
 _SUGGESTION = f"Or pass {_ARGUMENTS}."
-
 
 MAX_ONE_GPU_PROCESSES = 64
 """Number of GPUs up to which each has a process of its own. With more, one process uses all GPUs of
@@ -48,6 +47,16 @@ class Process:
     """Number of processes on the node; None: unknown."""
 
 
+def read_arguments(args: argparse.Namespace) -> Process:
+    """Detects which process this is, from a command's arguments or the launcher's variables."""
+    return detect_process(
+        os.environ,
+        coordinator=args.coordinator,
+        num_processes=args.num_processes,
+        process_index=args.process_id,
+    )
+
+
 def detect_process(
     environ: Mapping[str, str],
     *,
@@ -57,8 +66,7 @@ def detect_process(
 ) -> Process:
     """Finds this process's place in its job.
 
-    Arguments take precedence over the variables of torchrun, Open MPI and SLURM. In the shell of
-    sbatch and salloc, SLURM_NTASKS counts tasks that were never started; only srun sets
+    Arguments take precedence over the variables of torchrun, Open MPI and SLURM. Only srun sets
     SLURM_STEP_NUM_TASKS.
 
     Raises: UserError for invalid and for missing values.
@@ -70,10 +78,10 @@ def detect_process(
     }
     arguments = {name: str(value) for name, value in values.items() if value is not None}
     if arguments:
-        _require_all(arguments, tuple(values), "Pass all three.")
-        count, index = _parse_count_and_index(arguments, "--num-processes", "--process-id")
-        address = check_address("--coordinator", arguments["--coordinator"])
-        return Process(index=index, num_processes=count, coordinator=address)
+        _require_all(arguments, values, "Pass all three.")
+        process = _parse_place(arguments, "--num-processes", "--process-id")
+        address = _check_address("--coordinator", arguments["--coordinator"])
+        return dataclasses.replace(process, coordinator=address)
     variables = {name: value for name, value in environ.items() if value}
     if "RANK" in variables or "WORLD_SIZE" in variables:
         return _detect_torchrun(variables)
@@ -81,7 +89,7 @@ def detect_process(
         return _detect_open_mpi(variables)
     if "SLURM_STEP_NUM_TASKS" in variables:
         return _detect_slurm(variables)
-    if "MASTER_ADDR" in variables or "MASTER_PORT" in variables:
+    if not variables.keys().isdisjoint(_MASTER):
         _require_all(variables, _TORCHRUN, f"Set all four, or none. {_SUGGESTION}")
     if "PMI_SIZE" in variables and _parse_int(variables, "PMI_SIZE", minimum=1) > 1:
         raise UserError(
@@ -96,9 +104,7 @@ def count_local_processes(
 ) -> int:
     """Number of processes on this node.
 
-    Args:
-        devices_per_process: GPUs of each process, for jobs that do not state the number of
-            processes on a node.
+    Args: devices_per_process: GPUs of each process, for jobs that do not state the number.
     """
     if process.num_processes == 1:
         return 1
@@ -122,8 +128,7 @@ def choose_local_gpus(process: Process, num_gpus: int) -> list[int] | None:
     """Indices of the node's GPUs that this process uses; None: all that it sees.
 
     A process uses one GPU if the node has as many processes as GPUs. It uses all if it is the only
-    process on the node, or if the scheduler left it only one. (JAX's own detection under SLURM
-    takes one GPU of eight if each node has a single process.)
+    process on the node, or if the scheduler left it only one.
 
     Args: num_gpus: number of GPUs that the process sees.
     """
@@ -143,9 +148,9 @@ def choose_local_gpus(process: Process, num_gpus: int) -> list[int] | None:
 
 def _detect_torchrun(variables: Mapping[str, str]) -> Process:
     _require_all(variables, ("WORLD_SIZE", "RANK"), f"Set both, or none. {_SUGGESTION}")
-    count, index = _parse_count_and_index(variables, "WORLD_SIZE", "RANK")
-    if count == 1:
-        return Process()
+    process = _parse_place(variables, "WORLD_SIZE", "RANK")
+    if process.num_processes == 1:
+        return process
     _require_all(variables, _TORCHRUN, f"Set all four, or none. {_SUGGESTION}")
     coordinator = _parse_master(variables)
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -153,90 +158,73 @@ def _detect_torchrun(variables: Mapping[str, str]) -> Process:
         host, _, port = coordinator.rpartition(":")
         coordinator = f"{host}:{_choose_port(int(port) + 1)}"
     local = {
-        name: _parse_int(variables, name, minimum=minimum)
-        for name, minimum in _TORCHRUN_LOCAL.items()
+        field: _parse_int(variables, name, minimum)
+        for field, name, minimum in _TORCHRUN_LOCAL
         if name in variables
     }
-    return Process(
-        index=index,
-        num_processes=count,
-        coordinator=coordinator,
-        local_index=local.get("LOCAL_RANK"),
-        num_local_processes=local.get("LOCAL_WORLD_SIZE"),
-    )
+    return dataclasses.replace(process, coordinator=coordinator, **local)
 
 
 def _detect_open_mpi(variables: Mapping[str, str]) -> Process:
-    """Place in a job of mpirun, which gives its address up to Open MPI 4 only.
-
-    Source: JAX's ompi_cluster, for where mpirun listens.
-    """
-    _require_all(variables, _OPEN_MPI, f"mpirun sets them all. {_SUGGESTION}")
-    count, index = _parse_count_and_index(variables, *_OPEN_MPI[:2])
-    if count == 1:
-        return Process()
-    num_local, local_index = _parse_count_and_index(variables, *_OPEN_MPI[2:])
+    """Place in a job of mpirun, which gives its address up to Open MPI 4 only."""
+    _require_all(variables, (*_OPEN_MPI, *_OPEN_MPI_LOCAL), f"mpirun sets them all. {_SUGGESTION}")
+    process = _parse_place(variables, *_OPEN_MPI)
+    if process.num_processes == 1:
+        return process
+    local = _parse_place(variables, *_OPEN_MPI_LOCAL)
     uri = re.match(
         r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^],]+))",
         variables.get("OMPI_MCA_orte_hnp_uri", ""),
     )
-    if "MASTER_ADDR" in variables or "MASTER_PORT" in variables:
+    if not variables.keys().isdisjoint(_MASTER):
         coordinator = _parse_master(variables)
     elif uri:
         # Job ids of mpirun are multiples of 4096
         coordinator = _format_address(uri[2] or uri[3], _choose_port(int(uri[1]) // 4096))
     else:
         raise UserError(
-            f"OMPI_COMM_WORLD_SIZE = {count}: the address of process 0 is missing, since this "
-            "mpirun does not publish one. Set it for all processes: "
+            f"OMPI_COMM_WORLD_SIZE = {process.num_processes}: the address of process 0 is missing, "
+            "since this mpirun does not publish one. Set it for all processes: "
             "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 jaxsp train ..."
         )
-    return Process(
-        index=index,
-        num_processes=count,
+    return dataclasses.replace(
+        process,
         coordinator=coordinator,
-        local_index=local_index,
-        num_local_processes=num_local,
+        local_index=local.index,
+        num_local_processes=local.num_processes,
     )
 
 
 def _detect_slurm(variables: Mapping[str, str]) -> Process:
-    """Place in a job step of srun.
-
-    Source: JAX's slurm_cluster, for the port by job id. The step id is added here, since the steps
-    of a job can run at the same time.
-    """
-    if _parse_int(variables, "SLURM_STEP_NUM_TASKS", minimum=1) == 1:
+    """Place in a job step of srun."""
+    if _parse_int(variables, "SLURM_STEP_NUM_TASKS", 1) == 1:
         return Process()
-    _require_all(variables, _SLURM, f"srun sets them all. {_SUGGESTION}")
-    count, index = _parse_count_and_index(variables, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-    if "MASTER_ADDR" in variables or "MASTER_PORT" in variables:
+    _require_all(variables, (*_SLURM, *_SLURM_OTHERS), f"srun sets them all. {_SUGGESTION}")
+    process = _parse_place(variables, *_SLURM)
+    variables = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", **variables}
+    if not variables.keys().isdisjoint(_MASTER):
         coordinator = _parse_master(variables)
     else:
         # node[001-004,7],other or rack[0-1]n[0-3]: the first name of the first entry
         first = re.match(r"(?:[^,[]|\[[^]]*\])+", variables["SLURM_STEP_NODELIST"])
         host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0] if first else "")
-        step = _parse_int({"SLURM_STEP_ID": "0", **variables}, "SLURM_STEP_ID")
-        port = _choose_port(_parse_int(variables, "SLURM_JOB_ID") + 7 * step)
-        coordinator = _format_address(host, port)
-    local_index = None
-    if "SLURM_GPUS_PER_TASK" not in variables:  # otherwise each task sees only its own GPUs
-        local_index = _parse_int(variables, "SLURM_LOCALID")
-    node = _parse_int({"SLURM_NODEID": "0", **variables}, "SLURM_NODEID")
+        number = _parse_int(variables, "SLURM_JOB_ID") + 7 * _parse_int(variables, "SLURM_STEP_ID")
+        coordinator = _format_address(host, _choose_port(number))
     tasks_per_node: list[int] = []  # from a list such as 4(x2),1
     text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     for tasks, num_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         tasks_per_node += [int(tasks)] * int(num_nodes or 1)
-    return Process(
-        index=index,
-        num_processes=count,
+    node = _parse_int(variables, "SLURM_NODEID")
+    has_own_gpus = "SLURM_GPUS_PER_TASK" in variables  # each task sees only its own
+    return dataclasses.replace(
+        process,
         coordinator=coordinator,
-        local_index=local_index,
+        local_index=None if has_own_gpus else _parse_int(variables, "SLURM_LOCALID"),
         num_local_processes=tasks_per_node[node] if node < len(tasks_per_node) else None,
     )
 
 
-def _require_all(variables: Mapping[str, str], names: Sequence[str], suggestion: str) -> None:
+def _require_all(variables: Mapping[str, str], names: Iterable[str], suggestion: str) -> None:
     """Raises: UserError if some of the names are not set."""
     missing = [name for name in names if name not in variables]
     if missing:
@@ -245,21 +233,19 @@ def _require_all(variables: Mapping[str, str], names: Sequence[str], suggestion:
         raise UserError(f"{values}: {' and '.join(missing)} {verb} missing. {suggestion}")
 
 
-def _parse_count_and_index(
-    variables: Mapping[str, str], count_name: str, index_name: str
-) -> tuple[int, int]:
+def _parse_place(variables: Mapping[str, str], count_name: str, index_name: str) -> Process:
     """Number of processes, and the index of this one."""
-    count = _parse_int(variables, count_name, minimum=1)
+    count = _parse_int(variables, count_name, 1)
     index = _parse_int(variables, index_name)
     if index >= count:
         raise UserError(
             f"{index_name} = {index}: must be from 0 to {count - 1}, with {count_name} = {count}. "
             "Use each number once."
         )
-    return count, index
+    return Process(index=index, num_processes=count)
 
 
-def _parse_int(variables: Mapping[str, str], name: str, *, minimum: int = 0) -> int:
+def _parse_int(variables: Mapping[str, str], name: str, minimum: int = 0) -> int:
     text = variables[name]
     if not (text.isascii() and text.isdecimal()) or int(text) < minimum:
         raise UserError(
@@ -271,9 +257,9 @@ def _parse_int(variables: Mapping[str, str], name: str, *, minimum: int = 0) -> 
 
 def _parse_master(variables: Mapping[str, str]) -> str:
     suggestion = "Set both, for example MASTER_ADDR=node-0 MASTER_PORT=29500."
-    _require_all(variables, ("MASTER_ADDR", "MASTER_PORT"), suggestion)
+    _require_all(variables, _MASTER, suggestion)
     address = _format_address(variables["MASTER_ADDR"], variables["MASTER_PORT"])
-    return check_address("MASTER_ADDR:MASTER_PORT", address)
+    return _check_address("MASTER_ADDR:MASTER_PORT", address)
 
 
 def _format_address(host: str, port: object) -> str:
@@ -281,7 +267,7 @@ def _format_address(host: str, port: object) -> str:
     return f"[{host}]:{port}" if is_ipv6 else f"{host}:{port}"
 
 
-def check_address(name: str, text: str) -> str:
+def _check_address(name: str, text: str) -> str:
     """Returns a coordinator's host and port unchanged. Raises: UserError if they are invalid."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16:
@@ -294,13 +280,3 @@ def check_address(name: str, text: str) -> str:
 def _choose_port(number: int) -> int:
     """Chooses the same port in all processes, from 61440 to 65535, which Linux never assigns."""
     return 61440 + number % 4096
-
-
-def read_arguments(args: argparse.Namespace) -> Process:
-    """Detects which process this is, from a command's arguments or the launcher's variables."""
-    return detect_process(
-        os.environ,
-        coordinator=args.coordinator,
-        num_processes=args.num_processes,
-        process_index=args.process_id,
-    )

@@ -1,4 +1,8 @@
-"""Processes of a job: how they start, exchange short texts, print and end together."""
+"""Processes of a job: how they start, exchange short texts, print and end together.
+
+JAX ends the others 100 s after one has died. A process that fails or hangs tells them at once,
+through JAX's key-value store, which needs no collective.
+"""
 
 import contextlib
 import faulthandler
@@ -18,21 +22,16 @@ from jaxsp.processes.cluster import Process
 # jax is imported in functions: every command imports this module, also those that print a help.
 
 JOIN_TIMEOUT_S = 300
-"""Time limit for all processes of a job to join. JAX's default: nodes pull their images minutes
-apart."""
+"""Time limit for all processes of a job to join: nodes pull their images minutes apart."""
 
 HEARTBEAT_TIMEOUT_S = 100
 """Time without a heartbeat after which JAX takes a process for dead and ends the others.
 
-JAX's default. Pinning host memory holds a lock of the kernel and has delayed heartbeats for longer
-than 20 s (jax issue 23599). The program that started the processes detects one that is killed at
-once. Without it, the others end after 97 to 99 s (two processes, jax 0.10.1).
+JAX's default. Pinning host memory has delayed heartbeats for longer than 20 s (jax issue 23599).
 """
 
 SHUTDOWN_TIMEOUT_S = 1200
-"""Time that a finished process waits for the others, which may still be writing. JAX's default. It
-does not apply to a process that has failed, which reports it, or that has died, which is noticed.
-"""
+"""Time that a finished process waits for the others, which may still be writing."""
 
 POLL_INTERVAL_S = 0.5
 """Time between two reads of what the other processes have published."""
@@ -40,37 +39,32 @@ POLL_INTERVAL_S = 0.5
 MAX_POLLS_PER_S = 200
 """Reads per second that process 0 answers, at most: with more processes, each reads less often.
 
-They take 6 % of a core; without a limit, 1,024 processes make 1,900 to 4,600 (2 cores, which the
-processes share: scripts/bench/LOG.md, 2026-11-26).
+They take 6 % of a core (2 cores, scripts/bench/LOG.md, 2026-11-26).
 """
 
 OWN_ERROR_GRACE_S = 1.0
-"""Time that a process has, after another has failed, to find the same error and to print its own
-message."""
+"""Time that a process has, after another has failed, to print its own message for the same error.
+"""
 
 EXIT_GRACE_S = 3.0
-"""Time limit for process 0 to wait for the others to end, since JAX ends them when it is gone, in
-addition to the time between two reads. Twice what they need to end after they have read it."""
-
-TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"
-"""Versions of JAX whose key-value store was tested; it has no public name."""
-
-_stdout_fd = 1
+"""Time that process 0 waits for the others to end, since JAX ends them when it is gone, in addition
+to the time between two reads. Twice what they need."""
 
 _ERASE_LINE = "\r\x1b[2K"
 _SHOW_CURSOR = "\x1b[?25h"
 
-_this_process = Process()
-_kv_client: Any = None
-"""JAX's key-value store, kept by process 0; None before `initialize` and after `shutdown`."""
-_kv_lock = threading.Lock()
-_disconnected = threading.Event()
 _EVENTS = "event"
 _FAILED_KEY = f"{_EVENTS}/failed"
 _EXITED_KEY = f"{_EVENTS}/exited"
 STOP_KEY = f"{_EVENTS}/stop"
 """Key of requests to stop. `last_read` has them without a request to process 0."""
 
+_this_process = Process()
+_stdout_fd = 1
+_kv_client: Any = None
+"""JAX's key-value store, kept by process 0; None before `initialize` and after `shutdown`."""
+_kv_lock = threading.Lock()
+_disconnected = threading.Event()
 _events: dict[str, dict[int, str]] = {}
 """Values by key and process that the last read of all events has found."""
 
@@ -106,7 +100,7 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
             process.num_processes,
             process.index,
             local_device_ids=local_gpus,
-            cluster_detection_method="deactivate",
+            cluster_detection_method="deactivate",  # see cluster.py
             coordinator_bind_address=process.coordinator if is_one_node else None,
             initialization_timeout=int(timeout_s),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
@@ -118,14 +112,9 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
             f"{process.coordinator}: processes cannot connect: {str(error).splitlines()[0]}. "
             "Use a host name of process 0 and a free port."
         ) from None
-    from jax._src import distributed
+    from jax._src import distributed  # the store has no public name
 
-    _kv_client = getattr(getattr(distributed, "global_state", None), "client", None)
-    if not all(hasattr(_kv_client, name) for name in ("key_value_set", "key_value_dir_get")):
-        raise UserError(
-            f"jax = {jax.__version__}: must have the key-value store of versions "
-            f"{TESTED_JAX_VERSIONS}. Install one of these, or use one process."
-        )
+    _kv_client = distributed.global_state.client
     _disconnected.clear()
     threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
 
@@ -156,39 +145,28 @@ def publish(key: str, value: str) -> None:
 
 
 def read_published(key: str) -> dict[int, str]:
-    """Values that processes have published for a key, by process index.
-
-    Values of processes that have ended are included.
-    """
-    with _kv_lock:
-        items = [] if _kv_client is None else _kv_client.key_value_dir_get(f"jaxsp/{key}/")
-    return {int(name.rpartition("/")[2]): value for name, value in items}
+    """Values that processes have published for a key, by process index, also of ended ones."""
+    return _read_folder(key).get(key, {})
 
 
 def last_read(key: str) -> dict[int, str]:
-    """Values of the key of an event, by process index, as of the last read, `poll_interval_s` ago
-    at most."""
+    """Values of an event's key by process index, read at most `poll_interval_s` ago."""
     return _events.get(key, {})
 
 
-def _read_events() -> None:
-    """Reads the values of all events, in one request."""
-    global _events
+def _read_folder(folder: str) -> dict[str, dict[int, str]]:
+    """Values by key and process index of all keys in a folder, in one request."""
     with _kv_lock:
-        prefix = f"jaxsp/{_EVENTS}/"
-        items = [] if _kv_client is None else _kv_client.key_value_dir_get(prefix)
-    events: dict[str, dict[int, str]] = {}
+        items = [] if _kv_client is None else _kv_client.key_value_dir_get(f"jaxsp/{folder}/")
+    values: dict[str, dict[int, str]] = {}
     for name, value in items:
         key, _, index = name.removeprefix("jaxsp/").rpartition("/")
-        events.setdefault(key, {})[int(index)] = value
-    _events = events
+        values.setdefault(key, {})[int(index)] = value
+    return values
 
 
 def poll_interval_s(shortest_s: float = POLL_INTERVAL_S) -> float:
-    """Seconds between two reads of what other processes have published.
-
-    Example: 0.5 up to 100 processes, 5.1 with 1,024.
-    """
+    """Seconds between two reads of what others have published: 5.1 with 1,024 processes."""
     return max(shortest_s, _this_process.num_processes / MAX_POLLS_PER_S)
 
 
@@ -203,10 +181,7 @@ def line_prefix(index: int) -> str:
 
 
 def log(text: str) -> None:
-    """Prints lines to stderr; every process except 0 adds its prefix.
-
-    Writes to the file descriptor, so that it works whatever the main thread is doing.
-    """
+    """Prints lines to stderr, from any thread. Every process except 0 adds its prefix."""
     text = errors.escape(text.rstrip(), keep="\n\t")
     if _this_process.index > 0:
         text = textwrap.indent(text, line_prefix(_this_process.index), lambda _: True)
@@ -216,8 +191,9 @@ def log(text: str) -> None:
         os.write(2, f"{begin}{text}\n".encode(errors="backslashreplace"))
 
 
-def log_stacks() -> None:
-    """Prints the stack of every thread of this process."""
+def log_stacks(text: str) -> None:
+    """Prints a text and the stack of every thread of this process."""
+    log(text)
     has_memfd = hasattr(os, "memfd_create")  # conda's Python has none
     with open(os.memfd_create("jaxsp"), "w+b") if has_memfd else tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -226,10 +202,7 @@ def log_stacks() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job at its end, after waiting for the others for at most SHUTDOWN_TIMEOUT_S.
-
-    Does nothing if this process has already left.
-    """
+    """Leaves the job at its end, after waiting for the others. Does nothing the second time."""
     global _kv_client
     with _kv_lock:
         was_connected = is_connected()
@@ -268,15 +241,14 @@ def _announce_exit(code: int, key: str) -> None:
         return
     import jax
 
-    try:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has ended: JAX ends all
         publish(key, str(code))
         while _this_process.index == 0:
-            ended = read_published(_FAILED_KEY) | read_published(_EXITED_KEY)
+            events = _read_folder(_EVENTS)
+            ended = events.get(_FAILED_KEY, {}) | events.get(_EXITED_KEY, {})
             if len(ended) >= _this_process.num_processes:
                 return
             time.sleep(POLL_INTERVAL_S / 5)
-    except jax.errors.JaxRuntimeError:
-        pass  # process 0 has ended already, so JAX ends all others
 
 
 def find_failed_peer() -> tuple[int, int] | None:
@@ -285,30 +257,30 @@ def find_failed_peer() -> tuple[int, int] | None:
         return None
     import jax
 
-    try:
+    failed: dict[int, str] = {}
+    # process 0 may have ended without publishing anything, so that JAX ends this one
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
         failed = read_published(_FAILED_KEY)
-    except jax.errors.JaxRuntimeError:
-        return None  # process 0 has ended without publishing anything, so JAX ends this one
     peers = [(index, int(code)) for index, code in failed.items() if index != _this_process.index]
     return min(peers, default=None)
 
 
 def _watch_peers() -> None:
     """Ends this process after another has failed."""
+    global _events
     import jax
 
     while not _disconnected.wait(poll_interval_s()):
         # After the end of process 0 nothing can be read, and JAX ends this process
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _read_events()
-        failed = last_read(_FAILED_KEY)
-        peers = [index for index in failed if index != _this_process.index]
+            _events = _read_folder(_EVENTS)
+        peers = last_read(_FAILED_KEY).keys() - {_this_process.index}
         if not peers or _disconnected.is_set():
             continue
         time.sleep(OWN_ERROR_GRACE_S)
         index = min(peers)
-        code = int(failed[index])
-        log(f"ends because process {index} has failed, with exit code {code}")
-        if code == exit_codes.HUNG:  # the stacks show which process is stuck
-            log_stacks()
+        code = int(last_read(_FAILED_KEY)[index])
+        # the stacks show which process is stuck
+        show = log_stacks if code == exit_codes.HUNG else log
+        show(f"ends because process {index} has failed, with exit code {code}")
         exit_now(code)

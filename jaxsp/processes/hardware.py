@@ -1,5 +1,6 @@
 """Hardware of this node: its GPUs and its memory."""
 
+import contextlib
 import ctypes
 import os
 import pathlib
@@ -35,8 +36,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         return num_installed or 1  # WSL does not show how many there are
     # Like CUDA, which ends the list at the first invalid name, such as -1
     num_visible = 0
-    for name in visible.split(","):
-        name = name.strip()
+    for name in map(str.strip, visible.split(",")):
         is_too_large = name.isdecimal() and not has_wsl_gpus and int(name) >= num_installed
         if not name or name.startswith("-") or is_too_large:
             break
@@ -47,12 +47,6 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 def is_wsl() -> bool:
     """True in the Windows Subsystem for Linux, if it has GPUs."""
     return pathlib.Path("/dev/dxg").exists()
-
-
-class _NvmlMemory(ctypes.Structure):
-    """nvmlMemory_t of NVIDIA's management library, in bytes."""
-
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
 def gpu_memory_bytes() -> int | None:
@@ -66,15 +60,15 @@ def gpu_memory_bytes() -> int | None:
         return None
     count = ctypes.c_uint()
     device = ctypes.c_void_p()
-    memory = _NvmlMemory()
+    memory = (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
     totals = []
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
     for index in range(count.value):
         if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
             continue
-        if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-            totals.append(memory.total)
+        if not nvml.nvmlDeviceGetMemoryInfo(device, memory):
+            totals.append(memory[0])
     nvml.nvmlShutdown()
     return min((total for total in totals if 2 * total >= max(totals)), default=None)
 
@@ -82,19 +76,14 @@ def gpu_memory_bytes() -> int | None:
 def host_memory_bytes() -> int:
     """Bytes of memory of this node, or of the container or job that this process runs in."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_cpu_memory_bytes()]
-    cgroups = pathlib.Path("/sys/fs/cgroup")
-    membership = pathlib.Path("/proc/self/cgroup")
-    lines = membership.read_text(encoding="utf-8").splitlines() if membership.is_file() else []
-    for line in lines:
-        if not line.startswith("0::/"):
-            continue
+    with contextlib.suppress(FileNotFoundError):
+        text = pathlib.Path("/proc/self/cgroup").read_text(encoding="utf-8")
         # For 0::/slurm/job_1/step_0, the step, the job or slurm may have a limit
-        cgroup = cgroups / line.removeprefix("0::/")
-        for folder in (cgroup, *cgroup.parents):
-            file = folder / "memory.max"
-            limit = file.read_text(encoding="ascii").strip() if file.is_file() else ""
-            if limit.isdecimal():
-                limits.append(int(limit))
+        for cgroup in re.findall(r"^0::/(.*)", text, re.MULTILINE):
+            folder = pathlib.Path("/sys/fs/cgroup", cgroup)
+            for file in (path / "memory.max" for path in (folder, *folder.parents)):
+                limit = file.read_text(encoding="ascii").strip() if file.is_file() else ""
+                limits += [int(limit)] if limit.isdecimal() else []
     return min(limits)
 
 

@@ -13,18 +13,20 @@ _ADDRESS_NAME = re.compile(r"(^|_)(UR[IL]S?|ENDPOINT|DSN|PROXY|CONNECTION_STRING
 _URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>`]*""")
 
 
-def strip_credentials(address: str) -> str:
+def strip_credentials(address: str, mark: str = "") -> str:
     """Returns an address without user, password, query and fragment.
 
     A password may contain any character that a URL should not have: everything before the last @ is
     left out. An address without a host, such as a path, may contain @.
+
+    Args: mark: text in their place, with the separators @, ? and #.
     """
-    scheme, separator, rest = address.rpartition("://") if "://" in address else ("", "", address)
+    scheme, separator, rest = address.partition("://") if "://" in address else ("", "", address)
     before, at, after = rest.rpartition("@")
     if at and (":" in before or (separator and not rest.startswith("/"))):
-        rest = after
-    if separator:
-        rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+        rest = f"{mark}@{after}" if mark else after
+    if separator and (query := re.search(r"[?#]", rest)):
+        rest = rest[: query.start()] + (query[0] + mark if mark else "")
     return f"{scheme}{separator}{rest}"
 
 
@@ -50,7 +52,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     for form in sorted(forms, key=len, reverse=True):
         if len(form) >= 4:  # shorter ones are parts of many words
             text = text.replace(form, "***")
-    return _URL.sub(lambda match: _redact_url(match[0]), text)
+    return _URL.sub(lambda match: strip_credentials(match[0], "***"), text)
 
 
 def _find_url_secrets(address: str) -> Iterator[str]:
@@ -78,13 +80,3 @@ def _list_forms(secret: str) -> tuple[str, ...]:
         urllib.parse.unquote_plus(secret),
         repr(secret)[1:-1],
     )
-
-
-def _redact_url(url: str) -> str:
-    """Hides user, password, query and fragment of a URL in a text."""
-    scheme, _, rest = url.partition("://")
-    userinfo, at, host = rest.rpartition("@")
-    if at and (":" in userinfo or not rest.startswith("/")):
-        rest = f"***@{host}"
-    rest = re.sub(r"([?#]).*", r"\1***", rest, count=1)
-    return f"{scheme}://{rest}"

@@ -50,10 +50,9 @@ def open_output(fd: int, like: Any) -> io.TextIOWrapper:
 
 
 def protect() -> None:
-    """Replaces stdout and stderr by streams that never fail.
+    """Replaces stdout and stderr by streams that never fail, unless something else has.
 
-    Streams that something else has replaced are left as they are. Closed descriptors become
-    /dev/null. Otherwise the next file that is opened would get such a number, and XLA's messages.
+    Closed descriptors become /dev/null. Otherwise the next file would get XLA's messages.
     """
     for fd in range(3):
         try:

@@ -15,7 +15,7 @@ from jaxsp.processes import distributed
 from jaxsp.run import console, metrics, task_plots
 from jaxsp.run.metrics import MetricsWriter
 from jaxsp.run.run import Run
-from jaxsp.runtime.run_status import RunStatus
+from jaxsp.runtime.run_status import Activity, RunStatus
 from jaxsp.training.metric_table import Line
 
 
@@ -65,8 +65,8 @@ class Evaluations:
         with self._status.compiling("the evaluation"):
             self._eval_sets.compile()
             self._tasks.compile()
-        self._status.begin(
-            f"the evaluation {when}",
+        self._status.activity = Activity(
+            description=f"the evaluation {when}",
             expected_s=self._status.step_s,
             duration_s=self._status.evaluation_s,
         )

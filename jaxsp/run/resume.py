@@ -25,7 +25,7 @@ from jaxsp.run import config_changes, config_file
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_dir, run_paths
+from jaxsp.runtime import run_lock, run_paths
 from jaxsp.storage import run_storage
 
 _NO_START = -2
@@ -38,10 +38,8 @@ _UNNUMBERED = -1
 def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
     """Finds the checkpoint that a run resumes from; None for a new run.
 
-    Args:
-        skip: damaged checkpoints.
-    Raises: UserError if run.resume requires a checkpoint and there is none, or run.directory cannot
-        be used.
+    Args: skip: damaged checkpoints.
+    Raises: UserError if there is none and run.resume requires one, or for a bad run.directory.
     """
     directory = run_paths.local_dir(run)
     with at("run.directory", directory):
@@ -50,7 +48,7 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         with at("run.resume", run.resume):
             paths.check_folder(pathlib.Path(run.resume))
     has_files = directory.is_dir() and any(
-        path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
+        path.name not in run_lock.BOOKKEEPING_FILES for path in directory.iterdir()
     )
     first_resume = None  # the checkpoint of another run that this one started from
     with contextlib.suppress(UserError):  # there is no file, or another version wrote it

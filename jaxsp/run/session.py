@@ -167,11 +167,7 @@ class Session:
             self.has_pending_evaluation = False
             self.is_stopped_early = self.early_stopping.should_stop()
         if should_save or self.is_stopped_early:
-            self.preemption.status.begin(
-                f"the checkpoint of step {step}",
-                expected_s=self.preemption.status.step_s,
-                is_writing=True,
-            )
+            self.preemption.status.begin_writing(f"the checkpoint of step {step}")
             meta = dataclasses.replace(
                 self._build_meta(), eval_loss=loss, eval_set=self.files.eval_set
             )
@@ -186,9 +182,7 @@ class Session:
         Raises: NeedsAttentionError if every attempt fails.
         """
         self.log.record_dispatched_step()
-        self.preemption.status.begin(
-            "the last checkpoint", expected_s=self.preemption.status.step_s, is_writing=True
-        )
+        self.preemption.status.begin_writing("the last checkpoint")
         # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
         self.has_pending_evaluation |= self.run.config.checkpoint.keep_best > 0
         self.checkpoints.finish(state, self._build_meta())

@@ -15,7 +15,7 @@ from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.model import flops
 from jaxsp.run.metrics import METRICS_FILE
 from jaxsp.run.run import Run
-from jaxsp.runtime import jsonl, run_dir
+from jaxsp.runtime import jsonl, run_lock
 
 STARTS_FILE = "starts.jsonl"
 
@@ -102,17 +102,13 @@ def describe_start(run: Run, *, memory: StepMemory, compile_s: float) -> StartLi
 def record_start(directory: pathlib.Path, line: StartLine) -> None:
     """Appends the line of a start in process 0. Raises: UserError if it cannot be written."""
     if jax.process_index() == 0:
-        with run_dir.report_write_errors(directory):
+        with run_lock.report_write_errors(directory):
             jsonl.append_record(directory / STARTS_FILE, dataclasses.asdict(line))
 
 
 def _read_last_step(path: pathlib.Path) -> int | None:
     """Step of the last complete line of a file; None if there is no such line."""
-    if not path.exists():
-        return None
-    for line in reversed(path.read_bytes().splitlines()):
-        # the last line of a killed run may be damaged
-        step = (files.parse_json(line) or {}).get("step")
-        if isinstance(step, int):
-            return step
-    return None
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    # the last line of a killed run may be damaged
+    steps = ((files.parse_json(line) or {}).get("step") for line in reversed(lines))
+    return next((step for step in steps if isinstance(step, int)), None)

@@ -1,6 +1,7 @@
 """Work of the command `jaxsp train`."""
 
 import argparse
+import functools
 import os
 import pathlib
 
@@ -13,7 +14,7 @@ from jaxsp.processes import distributed, hardware
 from jaxsp.processes.cluster import Process
 from jaxsp.run import build, data_preparation, jax_limits, preview, resume, trainer
 from jaxsp.run.config_file import Config
-from jaxsp.runtime import compilation_cache, run_dir, run_paths
+from jaxsp.runtime import compilation_cache, run_lock, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
@@ -36,17 +37,22 @@ def train(args: argparse.Namespace, config: Config, process: Process) -> None:
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     status = RunStatus()
-    preemption = Preemption(config.run, status)
+    preemption = Preemption(
+        status,
+        shutdown_grace=config.run.shutdown_grace,
+        stop_after=config.run.stop_after,
+        describe_loss=functools.partial(run_paths.describe_lost_steps, config.run),
+    )
     with preemption.listen():
         distributed.initialize(process)
         folder = run_paths.local_dir(config.run)
         with (
-            run_dir.lock(folder, config_path=args.config, name=config.run.directory),
+            run_lock.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
             Watchdog(
-                config.run,
                 status,
-                has_heartbeat=process.index == 0,
+                step_timeout=config.run.step_timeout,
+                heartbeat_file=None if process.index else folder / run_lock.HEARTBEAT_FILE,
                 has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
             ),
         ):

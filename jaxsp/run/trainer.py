@@ -13,7 +13,7 @@ from jaxsp.run.preflight import StepFunction
 from jaxsp.run.run import Run
 from jaxsp.run.session import Session, open_session
 from jaxsp.runtime.preemption import Preemption
-from jaxsp.runtime.run_status import RunStatus
+from jaxsp.runtime.run_status import Activity, RunStatus
 from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState
 
@@ -38,7 +38,7 @@ def train(
         NeedsAttentionError: a step was not finite (unless run.on_nonfinite allows it), or the last
             checkpoint could not be written.
     """
-    preemption = preemption or Preemption(run.config.run, RunStatus())
+    preemption = preemption or Preemption(RunStatus())
     preflight.check_agreement(run)
     early_stopping = preflight.make_early_stopping(run)
     if message := preflight.describe_completion(run, early_stopping):
@@ -102,7 +102,7 @@ def _prepare_references(
     data_sets = [run.train_set, *run.eval_sets]
     if not references.list_missing(run.spec, data_sets):
         return
-    preemption.status.begin("the reference pass")
+    preemption.status.activity = Activity(description="the reference pass")
     folder = run.directory / references.FOLDER
     references.prepare(
         run.spec,

@@ -9,7 +9,7 @@ from jaxsp.core import paths, urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import GIB
 from jaxsp.processes import distributed, hardware
-from jaxsp.runtime import jax_platform, run_paths
+from jaxsp.runtime import jax_platform
 
 AUTO = "auto"
 
@@ -17,9 +17,8 @@ MAX_BYTES = 5 * GIB
 """Size of the folder from which on JAX deletes the programs that were not used for longest."""
 
 MIN_CPU_RELEASE = (0, 12, 0)
-"""First release of JAX in which `auto` keeps programs for CPUs. Its key has the features of the
-processor, so that machines can share a home folder. jax 0.10.1 prints two errors of 1,000 columns
-for each kernel that it reads, on the same machine (jax issue 38445)."""
+"""First release of JAX in which `auto` keeps programs for CPUs. Before, JAX prints two errors of
+1,000 columns for each kernel that it reads (jax issue 38445)."""
 
 _FIELD = "run.compilation_cache"
 
@@ -43,8 +42,7 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
         if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not is_automatic:
             return
         try:
-            folder = run_paths.cache_dir() / "programs"
-            _prepare(folder)
+            folder = _prepare(paths.cache_dir() / "programs")
         except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
             distributed.log(f"{_FIELD}: compiled programs are not kept: {error}")
             return
@@ -52,9 +50,8 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
         with at(_FIELD, setting):
             if urls.is_url(setting):
                 raise UserError("must be a folder of this machine. Use auto.")
-            folder = paths.expand_user(setting)
             try:
-                _prepare(folder)
+                folder = _prepare(paths.expand_user(setting))
             except OSError as error:
                 raise UserError(
                     f"cannot be written: {error.strerror}. Name another folder, or null for none."
@@ -64,8 +61,9 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
         jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
 
 
-def _prepare(folder: pathlib.Path) -> None:
+def _prepare(folder: pathlib.Path) -> pathlib.Path:
     """Creates a folder. Raises: OSError if it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(13, "Permission denied", str(folder))
+    return folder

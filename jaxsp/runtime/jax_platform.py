@@ -17,21 +17,18 @@ COLLECTIVE_TIMEOUTS = (
 )
 """XLA's limits for how long a CPU device waits in a collective for the others: 40 s until it aborts
 the process, 20 s until it prints a warning, and 30 minutes between processes. jaxlib 0.10.1 to
-0.12.0.1 have all three."""
+0.12.0.1 have all flags of this module. An unknown name in XLA_FLAGS ends the process."""
 
 COLLECTIVE_TIMEOUT_S = 3_600
 """Replaces these limits. Groups of devices differ in attention work, by minutes with long documents
-on slow cores. In jaxsp.train, the watchdog ends a step of known duration that hangs earlier, and
-prints the stacks of all threads. Elsewhere, for example in the library, XLA ends the process."""
-
+on slow cores. In jaxsp.train, the watchdog ends a step that hangs earlier."""
 
 GPU_TIMEOUTS = (
     "xla_gpu_first_collective_call_terminate_timeout_seconds",
     "xla_gpu_executable_terminate_timeout",
 )
 """XLA's limits, in seconds, for how long a GPU waits for the others of its process to begin their
-first collective (40) and to end a program (30). jaxlib 0.10.1 to 0.12.0.1 have both. A name that
-XLA does not know in XLA_FLAGS ends the process."""
+first collective (40) and to end a program (30)."""
 
 GPU_TIMEOUT_S = 600
 """Replaces these limits in jobs of several nodes, where connecting all GPUs takes minutes."""
@@ -42,8 +39,7 @@ then reads the results of all others from process 0, for each program: a million
 processes."""
 
 OWN_AUTOTUNING_FLAG = "--xla_gpu_shard_autotuning=false"
-"""Makes each process time all kernels, as if it was the only one. jaxlib 0.10.1 to 0.12.0.1 have
-it."""
+"""Makes each process time all kernels, as if it was the only one."""
 
 
 def choose_platform(
@@ -117,13 +113,9 @@ def _add_flags(environ: MutableMapping[str, str], own_flags: Sequence[str]) -> N
     XLA reads the variable once, when the first device is used. It holds flags or the name of a file
     of flags, never both, so a file is left as it is.
     """
-    flags = environ.get("XLA_FLAGS", "")
-    if flags.strip() and not flags.strip().startswith("-"):
+    flags = environ.get("XLA_FLAGS", "").split()
+    if flags and not flags[0].startswith("-"):
         return
-    user_names = {_flag_name(flag) for flag in flags.split()}
-    missing = [flag for flag in own_flags if _flag_name(flag) not in user_names]
-    environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
-
-
-def _flag_name(flag: str) -> str:
-    return flag.lstrip("-").partition("=")[0]
+    user_names = {flag.lstrip("-").partition("=")[0] for flag in flags}
+    flags += [flag for flag in own_flags if flag[2:].partition("=")[0] not in user_names]
+    environ["XLA_FLAGS"] = " ".join(flags)

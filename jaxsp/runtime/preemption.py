@@ -1,6 +1,8 @@
 """Graceful shutdown on a signal or after run.stop_after.
 
 All processes stop after the same step and write a checkpoint.
+`jax.experimental.multihost_utils.reached_preemption_sync_point` is not used: it reacts to SIGTERM
+only, and neither ends a run before its first step, nor one whose checkpoint would take too long.
 """
 
 import contextlib
@@ -11,16 +13,21 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import jax
 
 from jaxsp.core import durations
-from jaxsp.processes import distributed, stop_signals
-from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_paths
+from jaxsp.processes import distributed
 from jaxsp.runtime.run_status import RunStatus
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a run to stop. A process gets SIGHUP when its terminal or ssh session closes."""
+
+SAME_SIGNAL_S = 1.0
+"""Signals within this time count as one: a terminal sends one to mpirun or torchrun and to their
+processes, and they forward it."""
 
 _STOP_AFTER = "run.stop_after"
 
@@ -29,22 +36,22 @@ _PROGRESS_KEY = "progress"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessProgress:
-    """Progress of a process at the time of a stop request.
+    """Progress of a process at the time of a stop request, with expected seconds.
 
     It then dispatches no further step until all processes have published their progress.
     """
 
-    num_dispatched: int | None
-    """Steps dispatched since step 0; None before the first step of this run."""
-    remaining_s: float
-    """Expected seconds until the dispatched steps are finished."""
-    step_s: float
-    """Expected seconds per step, for the steps that only other processes have dispatched."""
-    checkpoint_s: float
-    """Expected seconds of a checkpoint; 0 if none was written yet."""
+    num_dispatched: int | None  # since step 0; None before the first step of this run
+    remaining_s: float  # until the dispatched steps are finished
+    step_s: float  # for steps that only other processes have dispatched
+    checkpoint_s: float  # 0 if none was written yet
     is_kill_expected: bool
-    """True for SIGTERM and SIGINT, because a scheduler kills the process a while after its signal.
-    False for run.stop_after, and for SIGHUP: a terminal that closes sends no SIGKILL."""
+    """False for run.stop_after, and for SIGHUP: a terminal that closes sends no SIGKILL. A
+    scheduler sends one a while after SIGTERM or SIGINT."""
+
+    def publish(self) -> None:
+        """Sends it to the other processes."""
+        distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self)))
 
 
 class Preemption:
@@ -55,15 +62,27 @@ class Preemption:
 
     Python runs signal handlers in the main thread only, between two bytecodes, and that thread may
     block for minutes until a step is finished. So another thread reads the signals from a pipe.
-    Processes exchange their progress through JAX's key-value store, which needs no collective and
-    so does not slow down the steps.
+
+    Args:
+        shutdown_grace: run.shutdown_grace.
+        stop_after: run.stop_after.
+        describe_loss: describes what is lost if a run ends after this step without a checkpoint.
     """
 
-    def __init__(self, config: RunConfig, status: RunStatus):
-        self._config = config
+    def __init__(
+        self,
+        status: RunStatus,
+        *,
+        shutdown_grace: timedelta = timedelta.max,
+        stop_after: timedelta | None = None,
+        describe_loss: Callable[[int], str] = lambda last_step: "",
+    ):
         self.status = status
         self.reason: str | None = None
         """Reason for the stop; None before a request."""
+        self._shutdown_grace = shutdown_grace
+        self._stop_after = stop_after
+        self._describe_loss = describe_loss
         self._start_time = time.monotonic()
         self._signal_time: float | None = None
         self._condition = threading.Condition()
@@ -76,17 +95,23 @@ class Preemption:
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
-        """Context in which signals are handled, and requests of other processes."""
+        """Context in which signals are handled, and requests of other processes.
+
+        Ignored signals stay ignored: shells start background jobs with SIGINT ignored, and nohup
+        starts commands with SIGHUP ignored.
+        """
         pipe = os.pipe()
         os.set_blocking(pipe[1], False)
         old_fd = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
-        old_handlers = stop_signals.install(lambda *_: None)
+        numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
         thread = threading.Thread(target=self._run, args=(pipe[0],), name="signals", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            stop_signals.restore(old_handlers)
+            for number, handler in old_handlers.items():
+                signal.signal(number, handler)
             signal.set_wakeup_fd(old_fd)
             self._closed.set()
             os.write(pipe[1], b"\0")
@@ -122,35 +147,33 @@ class Preemption:
 
         Raises: jax.errors.JaxRuntimeError if process 0 does not answer.
         """
-        while not self._closed.is_set():
-            interval_s = distributed.POLL_INTERVAL_S
-            if self.reason is not None:
-                # _decide_stop_step asks process 0, which answers a limited number of reads
-                interval_s = distributed.poll_interval_s()
-            ready, _, _ = select.select([signal_fd], [], [], interval_s)
-            for number in os.read(signal_fd, 64) if ready else b"":
-                if number in stop_signals.SIGNALS:
-                    self._handle_signal(signal.Signals(number))
-            stop_after = self._config.stop_after
-            if self.reason is None and stop_after is not None:
-                elapsed_s = time.monotonic() - self._start_time
-                if elapsed_s >= stop_after.total_seconds():
-                    self._request_stop(f"{_STOP_AFTER} = {durations.to_text(stop_after)}")
-            if self.reason is None and (requests := distributed.last_read(distributed.STOP_KEY)):
-                index, reason = min(requests.items())
-                if not reason.startswith(_STOP_AFTER):
-                    reason = f"{reason} to process {index}"
-                self._hold_dispatch(reason)  # published already: no _request_stop
-            if self.reason is not None and self._stop_step is None and not self._closed.is_set():
-                self._decide_stop_step()
+        interval_s = distributed.POLL_INTERVAL_S
+        if self.reason is not None:
+            # _decide_stop_step asks process 0, which answers a limited number of reads
+            interval_s = distributed.poll_interval_s()
+        ready, _, _ = select.select([signal_fd], [], [], interval_s)
+        for number in os.read(signal_fd, 64) if ready else b"":
+            if number in SIGNALS and not self._is_done:
+                self._handle_signal(signal.Signals(number))
+        if self.reason is None and self._stop_after is not None:
+            if time.monotonic() - self._start_time >= self._stop_after.total_seconds():
+                self._request_stop(f"{_STOP_AFTER} = {durations.to_text(self._stop_after)}")
+        if self.reason is None and (requests := distributed.last_read(distributed.STOP_KEY)):
+            index, reason = min(requests.items())
+            is_signal = not reason.startswith(_STOP_AFTER)
+            self._hold_dispatch(f"{reason} to process {index}" if is_signal else reason)
+        if self.reason is not None and self._stop_step is None and not self._closed.is_set():
+            self._decide_stop_step()
 
     def _handle_signal(self, number: signal.Signals) -> None:
-        """Requests a stop; ends all processes immediately if it is a second signal."""
-        if self._is_done:
-            return
+        """Requests a stop; ends all processes immediately if it is a second signal.
+
+        SIGHUP is none: a terminal that closes may send several.
+        """
+        now = time.monotonic()
         if self._signal_time is None:
-            self._signal_time = time.monotonic()
-        elif stop_signals.is_second(number, first_time_s=self._signal_time):
+            self._signal_time = now
+        elif number != signal.SIGHUP and now - self._signal_time > SAME_SIGNAL_S:
             distributed.log(f"ended by a second {number.name}")
             code = 128 + number
             if distributed.this_process().index == 0:
@@ -177,10 +200,7 @@ class Preemption:
                 checkpoint_s=self.status.checkpoint_s or 0.0,
                 is_kill_expected=not reason.startswith((_STOP_AFTER, signal.SIGHUP.name)),
             )
-        self._publish_progress(self._progress)
-
-    def _publish_progress(self, progress: ProcessProgress) -> None:
-        distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(progress)))
+        self._progress.publish()
 
     def _decide_stop_step(self) -> None:
         """Chooses the step to stop after, or exits, once the progress of all processes is known.
@@ -194,67 +214,46 @@ class Preemption:
             published = distributed.read_published(_PROGRESS_KEY)
             if process.index not in published:
                 # The stop request came before the processes were connected
-                self._publish_progress(self._progress)
+                self._progress.publish()
                 return
             if len(published) < process.num_processes:
                 return
             all_progress = [ProcessProgress(**json.loads(text)) for text in published.values()]
         counts = [progress.num_dispatched for progress in all_progress]
-        last = max((count for count in counts if count is not None), default=None)
-        if last is None:
-            self._exit("before the first step: nothing is lost")
+        last = max((count for count in counts if count is not None), default=0)
         remaining_s = max(
             progress.remaining_s
             + (last - progress.num_dispatched) * progress.step_s
             + progress.checkpoint_s
-            for progress in all_progress
             if progress.num_dispatched is not None
+            else 0.0
+            for progress in all_progress
         )
-        grace = self._config.shutdown_grace
         is_kill_expected = any(progress.is_kill_expected for progress in all_progress)
-        if is_kill_expected and remaining_s > grace.total_seconds():
-            self._exit(
+        early_end = ""
+        if all(count is None for count in counts):
+            early_end = "before the first step: nothing is lost"
+        elif is_kill_expected and remaining_s > self._shutdown_grace.total_seconds():
+            grace = durations.to_text(self._shutdown_grace)
+            early_end = (
                 f"immediately: the dispatched steps and a checkpoint would take about "
-                f"{remaining_s:.0f} s, and run.shutdown_grace is {durations.to_text(grace)}. "
-                f"{self._describe_lost_steps(last)}"
+                f"{remaining_s:.0f} s, and run.shutdown_grace is {grace}. "
+                f"{self._describe_loss(last)}"
             )
+        message = stop_message(self.reason or "", stop_step=last, remaining_s=remaining_s)
+        if early_end:
+            message = f"stopped by {self.reason} {early_end}"
+        if distributed.this_process().index == 0:
+            distributed.log(message)
+        if early_end:
+            distributed.exit_now(0)
         with self._condition:
             self._stop_step = last
             self._condition.notify_all()
-        if distributed.this_process().index == 0:
-            distributed.log(
-                stop_message(self.reason or "", stop_step=last, remaining_s=remaining_s)
-            )
-
-    def _describe_lost_steps(self, last: int) -> str:
-        """Describes the steps that are lost if the run ends without a checkpoint."""
-        checkpoint = run_paths.find_latest_in_run(run_paths.local_dir(self._config))
-        if checkpoint is None:
-            lost = _count_steps(last, "since the start")
-            return f"No checkpoint has been written yet: {lost} lost."
-        num_lost = last - int(checkpoint.name)
-        lost = _count_steps(num_lost, f"since the checkpoint of step {checkpoint.name}")
-        return f"{lost if num_lost else 'Nothing is'} lost; the same command resumes from there."
-
-    def _exit(self, text: str) -> NoReturn:
-        """Ends this process without a checkpoint. Args: text: when, and what is lost."""
-        if distributed.this_process().index == 0:
-            distributed.log(f"stopped by {self.reason} {text}")
-        distributed.exit_now(0)
-
-
-def _count_steps(count: int, where: str) -> str:
-    """Formats the subject of a sentence: `1 step since the start is`."""
-    return f"1 step {where} is" if count == 1 else f"{count} steps {where} are"
 
 
 def stop_message(reason: str, *, stop_step: int, remaining_s: float) -> str:
-    """Formats the message of a run that is stopping.
-
-    Args:
-        stop_step: last step of the run.
-        remaining_s: seconds until this step is finished and the checkpoint written.
-    """
+    """Formats the message of a run that writes its checkpoint in `remaining_s` seconds."""
     prefix = "" if reason == signal.SIGINT.name else f"{reason}: "
     repeat = "Ctrl-C" if prefix else "Ctrl-C again"
     if reason.startswith(signal.SIGTERM.name):

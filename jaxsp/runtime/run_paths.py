@@ -1,20 +1,19 @@
 """Layout of a run directory: names of its files, and paths of its checkpoints."""
 
 import hashlib
-import os
 import pathlib
 from collections.abc import Sequence
 
-from jaxsp.core import urls
+from jaxsp.core import paths, urls
 from jaxsp.processes import distributed
 from jaxsp.run.run_config import RunConfig
+from jaxsp.runtime import run_lock
 
 CHECKPOINTS_DIR = "checkpoints"
 
 DAMAGED_DIR = "damaged"
 
-CONFIG_FILE = "config.yaml"
-"""File that marks a run directory: once it exists, the run has started."""
+CONFIG_FILE = run_lock.CONFIG_FILE
 
 LAST_CHECKPOINT_FILE = "last_checkpoint.json"
 """File with the step of the latest complete checkpoint: without it, a run whose checkpoints have
@@ -32,7 +31,7 @@ def local_dir(run: RunConfig) -> pathlib.Path:
     """Folder of a run on this machine: run.directory, or this process's copy if that is a URL."""
     if not urls.is_url(run.directory):
         return pathlib.Path(run.directory)
-    parent = pathlib.Path(run.staging) if run.staging else cache_dir() / "runs"
+    parent = pathlib.Path(run.staging) if run.staging else paths.cache_dir() / "runs"
     index = distributed.this_process().index
     return parent / f"{name_local(run.directory)}{f'-{index}' if index else ''}"
 
@@ -42,12 +41,6 @@ def name_local(url: str) -> str:
     url = url.rstrip("/")
     digest = hashlib.sha256(url.encode()).hexdigest()[:8]
     return f"{url.rpartition('/')[2][:100]}-{digest}"
-
-
-def cache_dir() -> pathlib.Path:
-    """Folder of the local copies: `$XDG_CACHE_HOME/jaxsp`, or `~/.cache/jaxsp`."""
-    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(root) / "jaxsp"
 
 
 def list_steps(folder: pathlib.Path) -> list[int]:
@@ -85,9 +78,24 @@ def find_latest_in_run(
     return _latest_in(pathlib.Path(directory).resolve() / CHECKPOINTS_DIR, exclude)
 
 
+def describe_lost_steps(run: RunConfig, last: int) -> str:
+    """Describes the steps that are lost if a run ends after step `last` without a checkpoint."""
+    checkpoint = find_latest_in_run(local_dir(run))
+    if checkpoint is None:
+        return f"No checkpoint has been written yet: {_count(last, 'since the start')} lost."
+    num_lost = last - int(checkpoint.name)
+    lost = _count(num_lost, f"since the checkpoint of step {checkpoint.name}")
+    return f"{lost if num_lost else 'Nothing is'} lost; the same command resumes from there."
+
+
+def _count(count: int, where: str) -> str:
+    """Formats the subject of a sentence: `1 step since the start is`."""
+    return f"1 step {where} is" if count == 1 else f"{count} steps {where} are"
+
+
 def _latest_in(folder: pathlib.Path, exclude: Sequence[pathlib.Path]) -> pathlib.Path | None:
-    paths = [folder / str(step) for step in reversed(list_steps(folder))]
-    return next((path for path in paths if path not in exclude), None)
+    checkpoints = [folder / str(step) for step in reversed(list_steps(folder))]
+    return next((path for path in checkpoints if path not in exclude), None)
 
 
 def _is_run_dir(directory: pathlib.Path) -> bool:

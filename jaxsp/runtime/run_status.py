@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import pathlib
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 
@@ -17,12 +16,11 @@ thousandth of the step.
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Activity:
-    """Current activity of a run."""
+    """Current activity of a run. While it lasts, only `last_progress` changes."""
 
     description: str
-    last_progress: float = dataclasses.field(default_factory=time.monotonic)
     is_watched: bool = True
     """True if the next sign of progress has a time limit."""
     expected_s: float | None = None
@@ -32,8 +30,10 @@ class Activity:
     """
     is_writing: bool = False
     """True if bytes written to files are progress."""
-    expected_end: float | None = None
-    """Expected time of the activity's end; None if unknown."""
+    duration_s: float | None = None
+    """Seconds that it took last time; None if unknown."""
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    last_progress: float = dataclasses.field(default_factory=time.monotonic)
 
 
 def read_bytes_written() -> int:
@@ -49,7 +49,6 @@ class RunStatus:
     """Status of a run: the training loop writes it, the watchdog adds signs of progress."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self.activity = Activity(description="preparing", is_watched=False)
         self.num_finished: int | None = None
         """Number of finished steps since step 0; None before training."""
@@ -61,48 +60,30 @@ class RunStatus:
         self._durations_s: collections.deque[float] = collections.deque(maxlen=20)
         """Seconds of the last steps."""
 
-    def begin(
-        self,
-        description: str,
-        *,
-        is_watched: bool = True,
-        expected_s: float | None = None,
-        is_writing: bool = False,
-        duration_s: float | None = None,
-    ) -> None:
-        """Records the start of an activity.
-
-        Args: duration_s: seconds that it took last time.
-        """
-        with self._lock:
-            self.activity = Activity(
-                description=description,
-                is_watched=is_watched,
-                expected_s=expected_s,
-                is_writing=is_writing,
-                expected_end=None if duration_s is None else time.monotonic() + duration_s,
-            )
-
     @contextlib.contextmanager
     def compiling(self, description: str) -> Iterator[None]:
         """Context of a compilation, of unknown duration, in the middle of an activity."""
         interrupted = self.activity
-        self.begin(f"compiling {description}", is_watched=False)
+        self.activity = Activity(description=f"compiling {description}", is_watched=False)
         try:
             yield
         finally:
-            with self._lock:
-                self.activity = dataclasses.replace(interrupted, last_progress=time.monotonic())
+            interrupted.last_progress = time.monotonic()
+            self.activity = interrupted
+
+    def begin_writing(self, description: str) -> None:
+        """Records the start of a write. Its signs of progress are expected as often as steps."""
+        self.activity = Activity(description=description, expected_s=self.step_s, is_writing=True)
 
     def heartbeat(self) -> None:
         """Records a sign of progress."""
-        with self._lock:
-            self.activity = dataclasses.replace(self.activity, last_progress=time.monotonic())
+        self.activity.last_progress = time.monotonic()
 
     def waiting_for_step(self, num_finished: int) -> None:
         """Records that the next step can start."""
         self.num_finished = num_finished
-        self.begin(f"step {num_finished + 1}", expected_s=self.step_s or None)
+        description = f"step {num_finished + 1}"
+        self.activity = Activity(description=description, expected_s=self.step_s or None)
 
     def dispatched(self, *, estimated_s: float | None = None) -> None:
         """Records the dispatch of a step, which starts when the step before it is finished.
@@ -111,10 +92,8 @@ class RunStatus:
         """
         self._num_running += 1
         if self._num_running == 1:  # it has started already
-            with self._lock:
-                self.activity = dataclasses.replace(
-                    self.activity, expected_s=self.step_s or None, estimated_s=estimated_s
-                )
+            self.activity.estimated_s = estimated_s
+            self.activity.expected_s = self.step_s or None
 
     def finished(self, step: int, seconds: float) -> None:
         """Records the end of a step, and its duration."""
@@ -142,7 +121,8 @@ class RunStatus:
 
         Steps and evaluations of unknown duration count as 0.
         """
-        if self.activity.expected_end is not None:
-            return max(0.0, self.activity.expected_end - time.monotonic())
+        activity = self.activity
+        if activity.duration_s is not None:
+            return max(0.0, activity.began + activity.duration_s - time.monotonic())
         expected_s = self._num_running * self.step_s
-        return max(0.0, expected_s - (time.monotonic() - self.activity.last_progress))
+        return max(0.0, activity.last_progress + expected_s - time.monotonic())

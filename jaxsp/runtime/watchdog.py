@@ -3,14 +3,15 @@
 import json
 import math
 import os
+import pathlib
 import platform
 import threading
 import time
+from datetime import timedelta
 
 from jaxsp.core import durations, exit_codes, files
 from jaxsp.processes import distributed
-from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_dir, run_paths, run_status
+from jaxsp.runtime import run_status
 from jaxsp.runtime.run_status import Activity, RunStatus
 
 HEARTBEAT_INTERVAL_S = 5.0
@@ -19,20 +20,18 @@ HEARTBEAT_INTERVAL_S = 5.0
 MESSAGE_TIMEOUT_S = 10.0
 """Time limit for printing the stacks of a process that hangs."""
 
+# Times without progress that count as a hang, unless run.step_timeout is set
 MIN_TIMEOUT_S = 600.0
-"""Shortest time without progress that counts as a hang, unless run.step_timeout is set."""
-
 TIMEOUT_FACTOR = 10
-"""Multiple of the expected time that counts as a hang, unless run.step_timeout is set."""
-
+"""Multiple of the expected time."""
 MAX_TIMEOUT_S = 86_400.0
-"""Time without progress that counts as a hang of a step whose duration is unknown."""
+"""Limit for a step whose duration is unknown."""
 
 MIN_CPU_USE = 0.05
 """Minimum CPU seconds per second of a process whose CPU devices compute.
 
-A step on virtual CPU devices whose threads all wait for each other uses none. XLA may run
-independent collectives in different orders on different devices.
+Threads that all wait for each other use none: XLA may run independent collectives in different
+orders on different devices.
 """
 
 _MIN_WRITTEN_BYTES = 2**20
@@ -47,33 +46,33 @@ class Watchdog:
     detect it, and the heartbeat stops.
 
     Args:
+        step_timeout: run.step_timeout.
+        heartbeat_file: file that is rewritten every few seconds; None: no file.
         has_cpu_devices: JAX's devices are CPUs, all of this process. A step of unknown duration,
-            such as the first, then makes progress as long as this process uses CPU time. (One of
-            several processes may wait for the others, for at most COLLECTIVE_TIMEOUT_S.)
+            such as the first, then makes progress as long as this process uses CPU time.
     """
 
     def __init__(
         self,
-        config: RunConfig,
         status: RunStatus,
         *,
-        has_heartbeat: bool,
+        step_timeout: timedelta | None = None,
+        heartbeat_file: pathlib.Path | None = None,
         has_cpu_devices: bool = False,
     ):
-        self._config = config
         self._status = status
+        self._step_timeout_s = None if step_timeout is None else step_timeout.total_seconds()
+        self._heartbeat_file = heartbeat_file
         self._has_cpu_devices = has_cpu_devices
-        self._has_heartbeat = has_heartbeat
-        self._path = run_paths.local_dir(config) / run_dir.HEARTBEAT_FILE
         self._interval_s = HEARTBEAT_INTERVAL_S
-        if config.step_timeout is not None:
-            quarter_s = config.step_timeout.total_seconds() / 4
-            self._interval_s = min(HEARTBEAT_INTERVAL_S, quarter_s)
+        if self._step_timeout_s is not None:
+            self._interval_s = min(HEARTBEAT_INTERVAL_S, self._step_timeout_s / 4)
         self._closed = threading.Event()
-        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        if has_heartbeat:  # another thread, since an unresponsive disk blocks it
-            heartbeat = threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True)
-            self._threads.append(heartbeat)
+        # two threads, since an unresponsive disk blocks the second
+        self._threads = [
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
+            threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True),
+        ]
         self._bytes_written = 0
         self._cpu_s = time.process_time()
         self._is_broken = False
@@ -87,23 +86,26 @@ class Watchdog:
         self._closed.set()
         for thread in self._threads:
             thread.join()
-        self._status.begin("ended" if kind is None else "failed", is_watched=False)
+        end = "ended" if kind is None else "failed"
+        self._status.activity = Activity(description=end, is_watched=False)
         self._write_heartbeat()
 
-    def timeout_s(self, activity: Activity) -> float:
-        """Seconds without progress that count as a hang."""
+    def choose_timeout(self, activity: Activity) -> tuple[float, str]:
+        """Seconds without progress that count as a hang, and the rule that they follow."""
         if not activity.is_watched:
-            return math.inf
-        if self._config.step_timeout is not None:
-            return self._config.step_timeout.total_seconds()
+            return math.inf, ""
+        if self._step_timeout_s is not None:
+            return self._step_timeout_s, "run.step_timeout"
         normal_s = activity.expected_s  # from measured durations
-        if normal_s is None and self._has_cpu_devices:
-            return MIN_TIMEOUT_S  # enough, because CPU use is progress too: see _is_computing
+        rule = f"{TIMEOUT_FACTOR} times the expected time"
         if normal_s is None:
             normal_s = activity.estimated_s  # from the number of operations
+            rule = "no step has finished"
+            if self._has_cpu_devices:  # the minimum is enough, because CPU use is progress too
+                return MIN_TIMEOUT_S, f"{rule}, and this process uses no CPU time"
         if normal_s is None:
-            return MAX_TIMEOUT_S
-        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * normal_s)
+            return MAX_TIMEOUT_S, rule
+        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * normal_s), rule
 
     def _watch(self) -> None:
         last_check = time.monotonic()
@@ -114,32 +116,22 @@ class Watchdog:
             last_check = time.monotonic()
             self._check_activity()
 
-    def _run_heartbeat(self) -> None:
-        self._write_heartbeat()
-        while not self._closed.wait(self._interval_s):
-            self._write_heartbeat()
-
     def _check_activity(self) -> None:
         activity = self._status.activity
         bytes_before = self._bytes_written
         self._bytes_written = run_status.read_bytes_written() if activity.is_writing else 0
-        if activity.is_writing and self._bytes_written > bytes_before + _MIN_WRITTEN_BYTES:
-            self._status.heartbeat()
-            return
-        if self._is_computing(activity):
+        used_s = time.process_time() - self._cpu_s
+        self._cpu_s += used_s
+        has_written = self._bytes_written > bytes_before + _MIN_WRITTEN_BYTES
+        is_unlimited = activity.expected_s is None and self._step_timeout_s is None
+        is_computing = self._has_cpu_devices and used_s > MIN_CPU_USE * self._interval_s
+        if (activity.is_writing and has_written) or (is_unlimited and is_computing):
             self._status.heartbeat()
             return
         idle_s = time.monotonic() - activity.last_progress
-        limit_s = self.timeout_s(activity)
+        limit_s, rule = self.choose_timeout(activity)
         if idle_s <= limit_s:
             return
-        rule = f"{TIMEOUT_FACTOR} times the expected time"
-        if self._config.step_timeout is not None:
-            rule = "run.step_timeout"
-        elif activity.expected_s is None:
-            rule = "no step has finished"
-            if self._has_cpu_devices:
-                rule += ", and this process uses no CPU time"
         text = (
             f"{activity.description}: no progress for {durations.describe(round(idle_s))}; "
             f"the limit is {durations.describe(round(limit_s))} ({rule}). "
@@ -147,22 +139,19 @@ class Watchdog:
             "last checkpoint. Stacks of all threads:"
         )
         # In a thread: stderr may be a file on an unresponsive disk
-        printer = threading.Thread(target=_print_stacks, args=(text,), daemon=True)
+        printer = threading.Thread(target=distributed.log_stacks, args=(text,), daemon=True)
         printer.start()
         printer.join(MESSAGE_TIMEOUT_S)
         distributed.abort_job(exit_codes.HUNG)
 
-    def _is_computing(self, activity: Activity) -> bool:
-        """True if CPU devices have computed since the last call, in a step of unknown duration."""
-        used_s = time.process_time() - self._cpu_s
-        self._cpu_s += used_s
-        has_no_other_limit = activity.expected_s is None and self._config.step_timeout is None
-        is_used = used_s > MIN_CPU_USE * self._interval_s
-        return self._has_cpu_devices and has_no_other_limit and is_used
+    def _run_heartbeat(self) -> None:
+        self._write_heartbeat()
+        while not self._closed.wait(self._interval_s):
+            self._write_heartbeat()
 
     def _write_heartbeat(self) -> None:
         """Writes the heartbeat file. A full disk must not end a run with nothing to save yet."""
-        if not self._has_heartbeat:
+        if self._heartbeat_file is None:
             return
         activity = self._status.activity
         fields = {
@@ -174,17 +163,13 @@ class Watchdog:
             "written_at": time.time(),
         }
         try:
-            files.write_atomic(self._path, json.dumps(fields) + "\n", is_durable=False)
+            content = json.dumps(fields) + "\n"
+            files.write_atomic(self._heartbeat_file, content, is_durable=False)
             self._is_broken = False
         except OSError as error:
             if not self._is_broken:
                 distributed.log(
-                    f"{self._path}: cannot be written: {error.strerror}; "
+                    f"{self._heartbeat_file}: cannot be written: {error.strerror}; "
                     "the run continues without a heartbeat"
                 )
             self._is_broken = True
-
-
-def _print_stacks(text: str) -> None:
-    distributed.log(text)
-    distributed.log_stacks()

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.core import files, urls
+from jaxsp.core import files, paths, urls
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
 from jaxsp.processes import distributed
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_dir, run_paths
+from jaxsp.runtime import run_dir, run_lock, run_paths
 from jaxsp.storage.object_store import ObjectStore
 
 PATIENCE_S = 1800.0  # of an outage, after which a run ends
@@ -48,7 +48,7 @@ def make_local(text: str) -> str:
     urls.check(text)
     url, _, step = text.rstrip("/").partition(f"/{run_paths.CHECKPOINTS_DIR}/")
     store = ObjectStore(url)
-    folder = run_paths.cache_dir() / "downloads" / run_paths.name_local(url)
+    folder = paths.cache_dir() / "downloads" / run_paths.name_local(url)
     steps = {int(step)} if step.isdecimal() else {max(find_steps(store.list()), default=-1)}
     download(store, folder, steps=steps)
     if not (folder / run_paths.CONFIG_FILE).exists():
@@ -132,7 +132,7 @@ class Uploads:
         self._claim()
         skipped = (run_paths.CHECKPOINTS_DIR, run_paths.DAMAGED_DIR, "profile")
         last = {run_paths.LAST_CHECKPOINT_FILE}  # names a checkpoint of the store
-        names = self._list_files("") - {*run_dir.BOOKKEEPING_FILES, *last}
+        names = self._list_files("") - {*run_lock.BOOKKEEPING_FILES, *last}
         small = {name for name in names if name.partition("/")[0] not in skipped}
         local = run_paths.list_steps(self.folder / run_paths.CHECKPOINTS_DIR)
         self.complete = (self.complete | {*steps}) & {*local}
@@ -160,7 +160,7 @@ def open_run(run: RunConfig) -> Iterator[None]:
     """Context in which a run can use run.directory, if that is a URL; otherwise it does nothing.
 
     At the start, the side with the later checkpoint, local copy or store, is copied to the other.
-    All processes must enter it together, after run_dir.lock; each has a copy of its own.
+    All processes must enter it together, after run_lock.lock; each has a copy of its own.
     """
     if not urls.is_url(run.directory):
         yield
@@ -205,7 +205,7 @@ def _clean(store: ObjectStore, folder: pathlib.Path) -> int:
     """
     if jax.process_index() > 0:
         return 0
-    names = set(store.list()) - set(run_dir.BOOKKEEPING_FILES)
+    names = set(store.list()) - set(run_lock.BOOKKEEPING_FILES)
     if names and run_paths.CONFIG_FILE not in names:
         raise UserError(f"has other files, as {min(names)}. Use another URL.")
     if _ID_FILE in names and (folder / _ID_FILE).exists():

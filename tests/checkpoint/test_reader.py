@@ -44,7 +44,7 @@ def test_run_directory_with_a_number_as_name_is_not_a_checkpoint(tmp_path, name)
 @pytest.mark.parametrize("name", ["checkpoints/1", "checkpoints/001", "runs/1"])
 def test_run_directory_without_checkpoints_is_not_a_checkpoint(tmp_path, name):
     run = tmp_path / name
-    run.mkdir(parents=True)  # as run_dir.lock makes it before the checkpoint is looked for
+    run.mkdir(parents=True)  # as run_lock.lock makes it before the checkpoint is looked for
     config = RunConfig(directory=str(run), steps=20)
     assert resume.find_checkpoint(config) is None
     make_run(run)

@@ -19,7 +19,7 @@ from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, config_file, trainer
 from jaxsp.run.metrics import MetricsWriter
-from jaxsp.runtime import run_dir, run_paths
+from jaxsp.runtime import run_lock, run_paths
 from jaxsp.runtime.jsonl import AppendFile
 from tests import batches, commands, messages
 
@@ -261,7 +261,7 @@ def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch,
         path.with_name(f"{path.name}{files.PARTIAL_SUFFIX}").write_text(text[:10])
         raise OSError(28, "No space left on device")
 
-    with run_dir.lock(directory) if is_locked else contextlib.nullcontext():
+    with run_lock.lock(directory) if is_locked else contextlib.nullcontext():
         monkeypatch.setattr(files, "write_atomic", write_to_full_disk)
         parts = messages.containing(f"run.directory = {directory}", "No space left on device")
         with pytest.raises(UserError, match=parts):

@@ -53,12 +53,10 @@ def test_all_events_are_read_from_process_0_at_once(monkeypatch):
     }
     store = Store(values)
     monkeypatch.setattr(distributed, "_kv_client", store)
-    monkeypatch.setattr(distributed, "_events", {})
-    distributed._read_events()
-    stops = {10: "SIGTERM", 2: "run.stop_after = 1h"}
-    assert distributed.last_read(distributed.STOP_KEY) == stops
-    assert distributed.last_read(distributed._FAILED_KEY) == {3: "1"}
-    assert distributed.last_read(distributed._EXITED_KEY) == {}
+    assert distributed._read_folder("event") == {
+        distributed.STOP_KEY: {10: "SIGTERM", 2: "run.stop_after = 1h"},
+        distributed._FAILED_KEY: {3: "1"},
+    }
     assert store.num_reads == 1
 
 
@@ -72,7 +70,7 @@ def test_process_0_answers_a_limited_number_of_reads(monkeypatch, num_processes)
 
 def test_functions_that_conda_s_python_lacks_are_not_needed(monkeypatch, capfd):
     monkeypatch.delattr(os, "memfd_create")
-    distributed.log_stacks()
+    distributed.log_stacks("hangs")
     assert "test_functions_that_conda_s_python_lacks" in capfd.readouterr().err
 
 

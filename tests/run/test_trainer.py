@@ -471,9 +471,7 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
     monkeypatch.setattr(preflight, "compile_step", watched)
     chosen = settings(folder, "run.steps=3")
     material = build.build_training(chosen, devices=jax.devices()[:1])
-    trainer.train(
-        material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now)
-    )
+    trainer.train(material, rich.console.Console(quiet=True), preemption=Preemption(now))
     assert seen == [1, 2, 3]
     assert now.num_dispatched == now.num_finished == 3
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import preemption
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
@@ -18,13 +17,21 @@ from tests import messages
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]
 
 PROGRAM = """
-import json, sys, time
-from jaxsp.config import run_schema
-from jaxsp.runtime import preemption, run_status
+import functools, json, sys, time
+from datetime import timedelta
+from jaxsp.run.run_config import RunConfig
+from jaxsp.runtime import preemption, run_paths, run_status
 options = json.loads(sys.argv[1])
 num_steps = options["num_steps"]
 status = run_status.RunStatus()
-stop = preemption.Preemption(run_schema.RunConfig(**options["run"]), status)
+stop = preemption.Preemption(
+    status,
+    shutdown_grace=timedelta(seconds=25),
+    stop_after=options["stop_after_s"] and timedelta(seconds=options["stop_after_s"]),
+    describe_loss=functools.partial(
+        run_paths.describe_lost_steps, RunConfig(directory=options["directory"])
+    ),
+)
 with stop.listen():
     for step in range(1, num_steps + 1):
         assert stop.should_dispatch(step)
@@ -46,16 +53,16 @@ def run(
     folder,
     *,
     number=signal.SIGTERM,
-    stop_after=None,
+    stop_after_s=None,
     num_steps=3,
     step_s=0.1,
     final_sleep_s=0.0,
     repeat_after_s=None,
 ):
     """Exit code, stdout, stderr, and seconds from the signal to the end."""
-    run_fields = {"directory": str(folder), "shutdown_grace": "25s", "stop_after": stop_after}
     options = {
-        "run": run_fields,
+        "directory": str(folder),
+        "stop_after_s": stop_after_s,
         "num_steps": num_steps,
         "step_s": step_s,
         "final_sleep_s": final_sleep_s,
@@ -71,7 +78,7 @@ def run(
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         start_s = time.monotonic()
-        if stop_after is None:
+        if stop_after_s is None:
             process.send_signal(number)
         if repeat_after_s is not None:
             time.sleep(repeat_after_s)
@@ -83,9 +90,9 @@ def run(
     return process.returncode, stdout, stderr, time.monotonic() - start_s
 
 
-def test_a_step_that_is_allowed_and_not_dispatched_yet_counts_as_remaining(tmp_path):
+def test_a_step_that_is_allowed_and_not_dispatched_yet_counts_as_remaining():
     status = RunStatus()
-    stop = Preemption(RunConfig(directory=str(tmp_path), steps=9), status)
+    stop = Preemption(status)
     for step in (1, 2):
         assert stop.should_dispatch(step)
         status.dispatched()
@@ -140,17 +147,39 @@ def test_signals_within_a_second_count_as_one(tmp_path):
 
 
 def test_a_run_stops_after_its_time_even_if_the_step_takes_long(tmp_path):
-    code, stdout, stderr, _ = run(tmp_path, stop_after="0.6s", step_s=100.0)
+    code, stdout, stderr, _ = run(tmp_path, stop_after_s=0.6, step_s=100.0)
     assert (code, stdout) == (0, "next step: False\n")
     assert re.search(messages.containing("run.stop_after = 0.6s", "step 3"), stderr)
+
+
+@pytest.mark.parametrize("number", preemption.SIGNALS)
+def test_signals_that_nohup_or_a_shell_ignores_stay_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
+    others = {*preemption.SIGNALS} - {number}
+    handlers = {other: signal.getsignal(other) for other in others}
+    try:
+        with Preemption(RunStatus()).listen():
+            assert signal.getsignal(number) is signal.SIG_IGN
+            assert all(signal.getsignal(other) is not handlers[other] for other in others)
+        assert {other: signal.getsignal(other) for other in others} == handlers
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_terminal_that_closes_may_send_several_signals(monkeypatch):
+    monkeypatch.setattr(preemption.distributed, "log", lambda text: pytest.fail(text))
+    stop = Preemption(RunStatus())
+    stop._handle_signal(signal.SIGTERM)
+    stop._signal_time -= 2
+    stop._handle_signal(signal.SIGHUP)
+    assert stop.reason == "SIGTERM"
 
 
 def test_child_processes_do_not_inherit_the_signal_handlers():
     program = """
 import signal, subprocess, sys, time
-from jaxsp.config import run_schema
 from jaxsp.runtime import preemption, run_status
-stop = preemption.Preemption(run_schema.RunConfig(directory="x"), run_status.RunStatus())
+stop = preemption.Preemption(run_status.RunStatus())
 with stop.listen():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     time.sleep(0.5)

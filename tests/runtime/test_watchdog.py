@@ -9,25 +9,27 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 
 from jaxsp.core import exit_codes
-from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_status, watchdog
 from jaxsp.runtime.run_status import Activity, RunStatus
 from jaxsp.runtime.watchdog import Watchdog
 from tests import messages
 
 HANG = """
-import sys, time
+
 from jaxsp.run.run_config import RunConfig
+import pathlib, sys, time
+from datetime import timedelta
 from jaxsp.runtime import run_status, watchdog
 status = run_status.RunStatus()
-config = RunConfig(directory=sys.argv[1], step_timeout="0.6s")
+file = pathlib.Path(sys.argv[1], "heartbeat.json")
 def hang_here():
     time.sleep(100)
-with watchdog.Watchdog(config, status, has_heartbeat=True):
+with watchdog.Watchdog(status, step_timeout=timedelta(seconds=0.6), heartbeat_file=file):
     status.waiting_for_step(7)
     hang_here()
 """
@@ -45,36 +47,31 @@ def activity(**fields):
         (None, activity(expected_s=200.0), 2000),
         (None, activity(), 86_400),  # the first step, whose duration is unknown
         (None, activity(estimated_s=90.0), 900),
-        ("30m", activity(), 1800),
-        ("30m", activity(expected_s=1.0), 1800),
-        ("30m", activity(is_watched=False), math.inf),  # compiling
+        (timedelta(minutes=30), activity(), 1800),
+        (timedelta(minutes=30), activity(expected_s=1.0), 1800),
+        (timedelta(minutes=30), activity(is_watched=False), math.inf),  # compiling
     ],
 )
 def test_the_limit_is_10_times_the_expected_time_and_10_minutes_or_that_of_the_config(
-    tmp_path, step_timeout, activity, seconds
+    step_timeout, activity, seconds
 ):
-    config = RunConfig(directory=str(tmp_path), step_timeout=step_timeout)
-    dog = Watchdog(config, RunStatus(), has_heartbeat=False)
-    assert dog.timeout_s(activity) == seconds
+    dog = Watchdog(RunStatus(), step_timeout=step_timeout)
+    assert dog.choose_timeout(activity)[0] == seconds
 
 
 @pytest.mark.parametrize(
     ("fields", "used_s", "is_hung"),
     [({}, 0.1, True), ({}, 9.0, False), ({"expected_s": 1.0}, 9.0, True)],
 )
-def test_a_first_step_on_cpus_hangs_if_it_uses_no_cpu_time(
-    tmp_path, monkeypatch, fields, used_s, is_hung
-):
+def test_a_first_step_on_cpus_hangs_if_it_uses_no_cpu_time(monkeypatch, fields, used_s, is_hung):
     """A step whose duration is known hangs also if it computes, for example in a loop."""
     aborted = []
     monkeypatch.setattr(watchdog.distributed, "abort_job", aborted.append)
-    monkeypatch.setattr(watchdog.distributed, "log", lambda *_: None)
-    monkeypatch.setattr(watchdog.distributed, "log_stacks", lambda: None)
+    monkeypatch.setattr(watchdog.distributed, "log_stacks", lambda text: None)
     cpu_s = time.process_time()
     monkeypatch.setattr(watchdog.time, "process_time", lambda: cpu_s)
     status = RunStatus()
-    config = RunConfig(directory=str(tmp_path))
-    dog = Watchdog(config, status, has_heartbeat=False, has_cpu_devices=True)
+    dog = Watchdog(status, has_cpu_devices=True)
     status.activity = activity(last_progress=time.monotonic() - 700, **fields)
     cpu_s += used_s
     dog._check_activity()
@@ -134,11 +131,11 @@ def test_a_process_that_was_suspended_does_not_count_as_hung(tmp_path):
         assert process.wait(60) == 0
 
 
-def test_a_progress_bar_does_not_count_as_progress_of_a_write(tmp_path, monkeypatch):
+def test_a_progress_bar_does_not_count_as_progress_of_a_write(monkeypatch):
     status = RunStatus()
-    dog = Watchdog(RunConfig(directory=str(tmp_path), steps=9), status, has_heartbeat=False)
-    status.begin("the checkpoint of step 2", is_writing=True)
-    start = status.activity
+    dog = Watchdog(status)
+    status.activity = Activity(description="the checkpoint of step 2", is_writing=True)
+    start = dataclasses.replace(status.activity)
     num_bytes = 0
     monkeypatch.setattr(run_status, "read_bytes_written", lambda: num_bytes)
     for num_bytes in range(0, 9 * 2**18, 2**18):  # noqa: B007 - read by the lambda
@@ -152,8 +149,8 @@ def test_a_progress_bar_does_not_count_as_progress_of_a_write(tmp_path, monkeypa
 @pytest.mark.e2e
 def test_heartbeats_keep_a_run_alive(tmp_path):
     status = RunStatus()
-    config = RunConfig(directory=str(tmp_path), step_timeout="1.2s")
-    with Watchdog(config, status, has_heartbeat=True):
+    file = tmp_path / "heartbeat.json"
+    with Watchdog(status, step_timeout=timedelta(seconds=1.2), heartbeat_file=file):
         status.waiting_for_step(0)
         for _ in range(10):
             time.sleep(0.3)
@@ -164,8 +161,10 @@ def test_heartbeats_keep_a_run_alive(tmp_path):
 @pytest.mark.parametrize("fails", [False, True])
 def test_compiling_is_not_watched_and_the_activity_continues_after_it(fails):
     status = RunStatus()
-    status.begin("the checkpoint of step 2", expected_s=3.0, is_writing=True)
-    start = status.activity
+    status.activity = Activity(
+        description="the checkpoint of step 2", expected_s=3.0, is_writing=True
+    )
+    start = dataclasses.replace(status.activity)
     try:
         with status.compiling("checksums"):
             assert status.activity.description == "compiling checksums"
@@ -183,9 +182,8 @@ def test_compiling_is_not_watched_and_the_activity_continues_after_it(fails):
 @pytest.mark.e2e
 def test_a_slow_write_of_a_checkpoint_counts_as_progress(tmp_path):
     status = RunStatus()
-    config = RunConfig(directory=str(tmp_path), step_timeout="1.2s")
-    with Watchdog(config, status, has_heartbeat=False):
-        status.begin("the checkpoint of step 1", is_writing=True)
+    with Watchdog(status, step_timeout=timedelta(seconds=1.2)):
+        status.activity = Activity(description="the checkpoint of step 1", is_writing=True)
         with (tmp_path / "state").open("wb") as file:
             for _ in range(10):
                 file.write(bytes(2**22))
@@ -197,8 +195,7 @@ def test_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nothing(
     tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setattr(watchdog, "HEARTBEAT_INTERVAL_S", 0.05)
-    config = RunConfig(directory=str(tmp_path / "not there"))
-    with Watchdog(config, RunStatus(), has_heartbeat=True):
+    with Watchdog(RunStatus(), heartbeat_file=tmp_path / "not there/heartbeat.json"):
         time.sleep(0.5)
     report = messages.containing("heartbeat.json", "No such file or directory")
     assert len(re.findall(report, capfd.readouterr().err)) == 1
@@ -216,10 +213,9 @@ def test_the_expected_time_of_a_step_is_the_median_of_the_last_ones():
     assert 19.0 < status.remaining_s() <= 20.0
 
 
-def test_a_watchdog_that_is_closed_does_not_end_the_process(tmp_path):
+def test_a_watchdog_that_is_closed_does_not_end_the_process():
     status = RunStatus()
-    config = RunConfig(directory=str(tmp_path), step_timeout="0.3s")
-    with Watchdog(config, status, has_heartbeat=False):
+    with Watchdog(status, step_timeout=timedelta(seconds=0.3)):
         pass
     status.waiting_for_step(1)
     time.sleep(0.6)

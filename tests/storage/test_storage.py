@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_dir, run_paths
+from jaxsp.runtime import run_lock, run_paths
 from jaxsp.storage import object_store, run_storage
 from jaxsp.storage.object_store import ObjectStore
 from jaxsp.storage.run_storage import Uploads
@@ -201,7 +201,7 @@ def run_session(url, machine, monkeypatch, write=lambda folder: None):
     monkeypatch.setenv("XDG_CACHE_HOME", str(machine))
     config = RunConfig(directory=url, steps=1)
     folder = run_paths.local_dir(config)
-    with run_dir.lock(folder), run_storage.open_run(config):
+    with run_lock.lock(folder), run_storage.open_run(config):
         write(folder)
     return folder
 

@@ -1,10 +1,11 @@
-"""Errors of XLA's allocator on machines without CUDA's virtual memory management."""
+"""Messages of JAX's CUDA plugin without GPUs, and errors of XLA's allocator."""
 
 import jax
 import pytest
 
 from jaxsp.processes import hardware
-from jaxsp.runtime import allocator_errors
+from jaxsp.runtime import cuda_plugin
+from tests import commands
 from tests.messages import assert_names
 
 NO_DEVICE = (
@@ -28,7 +29,14 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1181
 def test_an_error_that_another_allocator_avoids_names_it(monkeypatch, version, is_wsl, text, cause):
     monkeypatch.setattr(jax, "__version_info__", version)
     monkeypatch.setattr(hardware, "is_wsl", lambda: is_wsl)
-    message = allocator_errors.explain(RuntimeError(text))
+    message = cuda_plugin.explain(RuntimeError(text))
     assert (message is None) == (cause is None)
     if cause is not None:
         assert_names(message, cause, "jax 0.10.1", start=text)
+
+
+def test_without_a_gpu_jax_starts_without_messages():
+    """With the extra `plan`, `import jax` and the first use of a device print 8 lines."""
+    program = "import jaxsp, jax; jax.config.update('jax_platforms', 'cpu'); print(jax.devices())"
+    done = commands.run_python("-c", program, env={"JAX_PLATFORMS": ""})
+    assert (done.stdout, done.stderr) == ("[CpuDevice(id=0)]\n", "")
