@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.runtime import cuda_plugin
+from jaxsp.system import cuda_plugin
 
 if TYPE_CHECKING:
     from jaxsp.api import Trainer

@@ -47,7 +47,7 @@ from jaxsp.memory import memory_compile
 from jaxsp.optimizers import param_groups
 from jaxsp.run import build, config_file, initial_weights, jax_limits, merging
 from jaxsp.run.config_file import Config
-from jaxsp.runtime import compilation_cache
+from jaxsp.system import compilation_cache
 from jaxsp.training import train_state, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line

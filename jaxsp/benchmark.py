@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
 
     from jaxsp.hf import published
     from jaxsp.run import benchmark, jax_limits
-    from jaxsp.runtime import compilation_cache
+    from jaxsp.system import compilation_cache
 
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
     sizes = published.read_sizes(config.model, row_tokens=config.data.row_tokens)

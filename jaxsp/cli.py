@@ -13,9 +13,8 @@ from typing import Any, Literal, NoReturn
 
 from jaxsp.core import errors, exit_codes, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.processes import distributed, standard_streams
 from jaxsp.run import config_file
-from jaxsp.runtime import cuda_plugin
+from jaxsp.system import cuda_plugin, distributed, standard_streams
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
 """Text in the errors of Gloo and NCCL when another process has ended. The traceback shows only

@@ -14,8 +14,8 @@ from jaxsp.config.foreign_names import Counterpart
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.objectives.registry import OBJECTIVES
-from jaxsp.processes import redaction
 from jaxsp.run import config_file
+from jaxsp.system import redaction
 
 _REQUIRED: dict[str, dict[str, Any]] = {
     "run": {"directory": "runs/converted", "epochs": 1},

@@ -28,7 +28,7 @@ from jaxsp.planner.planning import Plan
 from jaxsp.run import data_preparation
 from jaxsp.run.config_file import Config
 from jaxsp.run.model_files import ModelFiles
-from jaxsp.runtime import memory_limits
+from jaxsp.system import memory_limits
 from jaxsp.training.step_config import StepConfig
 
 

@@ -4,8 +4,8 @@ import argparse
 
 from jaxsp import cli
 from jaxsp.core import errors
-from jaxsp.processes import cluster
 from jaxsp.run import config_file
+from jaxsp.system import cluster
 
 
 def main(arguments: list[str]) -> None:

@@ -20,7 +20,7 @@ from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.hf.rope import rope_types
 from jaxsp.run import config_file
 from jaxsp.run.config_file import Config
-from jaxsp.runtime import device_mesh
+from jaxsp.system import device_mesh
 
 Arrays = dict[str, np.ndarray]
 """Fields of a Batch for all rows of a step, [rows, ...], before they are assigned to devices."""

@@ -136,7 +136,7 @@ def choose_platform(*, prefers_gpu: bool) -> None:
 
     Must run before JAX looks for devices.
     """
-    from jaxsp.processes import hardware
+    from jaxsp.system import hardware
 
     has_gpu = prefers_gpu and hardware.count_gpus(os.environ) > 0
     os.environ.setdefault("JAX_PLATFORMS", "cuda" if has_gpu else "cpu")

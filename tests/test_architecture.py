@@ -17,7 +17,7 @@ REPO = pathlib.Path(__file__).parent.parent
 LAYERS = (
     "core",
     "config",
-    "processes",
+    "system",
     "runtime",
     "storage",
     "attention data delta_rule experts objectives tasks",
@@ -36,7 +36,7 @@ LAYERS = (
 """Packages from the bottom up. A package imports from lower layers only; packages on one layer do
 not know each other. `commands` are the modules directly in jaxsp/."""
 
-PRIVATE_JAX = ("jaxsp.attention.kernels.cudnn.cudnn_calls", "jaxsp.processes.distributed")
+PRIVATE_JAX = ("jaxsp.attention.kernels.cudnn.cudnn_calls", "jaxsp.system.distributed")
 """The only modules that may use `jax._src`: cuDNN's calls, and the key-value store of processes."""
 
 NON_EMPTY_INIT = ("jaxsp/__init__.py",)

@@ -12,8 +12,8 @@ import pytest
 
 from jaxsp import cli
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.processes import distributed, standard_streams
-from jaxsp.processes.cluster import Process
+from jaxsp.system import distributed, standard_streams
+from jaxsp.system.cluster import Process
 from tests import commands
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxsp.attention.kernels.cudnn import cudnn_memory
 from jaxsp.planner.compile import compiled
-from jaxsp.processes import hardware
+from jaxsp.system import hardware
 from scripts import gpu_stages
 from scripts.bench import first_checks, kernel_trace
 from scripts.bench.first_checks import Number

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jaxsp.processes import hardware
+from jaxsp.system import hardware
 from scripts import gpu_check, gpu_stages
 from scripts.bench import cases, first_checks, report, step
 from tests import messages

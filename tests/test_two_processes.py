@@ -60,7 +60,7 @@ def check_two_processes_against_one(tmp_path, meshes):
 
 TORCHRUN_JOB = """
 import os, pathlib, sys, jax
-from jaxsp.processes import cluster, distributed
+from jaxsp.system import cluster, distributed
 distributed.initialize(cluster.detect_process(os.environ))
 pathlib.Path(sys.argv[1], f"{jax.process_index()} of {jax.process_count()}").touch()
 distributed.shutdown()
@@ -100,7 +100,7 @@ def test_one_of_several_processes_that_fails_prints_its_index_and_ends_immediate
         """
 import threading, time
 from jaxsp import cli
-from jaxsp.processes import cluster, distributed
+from jaxsp.system import cluster, distributed
 distributed._this_process = cluster.Process(index=3, num_processes=4)
 threading.Thread(target=time.sleep, args=[100]).start()
 cli.run_command(lambda _: 1 / 0)

@@ -24,7 +24,7 @@ from jaxsp.attention.strategies.workload import (
 )
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import memory_limits
+from jaxsp.system import memory_limits
 
 NETWORK_COST = 8.0
 """Time of a byte through a device's network card, in times of a byte over its NVLink: 370 over 48

@@ -21,12 +21,12 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core import files as core_files
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
-from jaxsp.processes import distributed
 from jaxsp.run.early_stopping import EarlyStoppingState
 from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.runtime.run_status import RunStatus, read_bytes_written
 from jaxsp.storage.run_storage import Uploads
+from jaxsp.system import distributed
+from jaxsp.system.run_status import RunStatus, read_bytes_written
 from jaxsp.training import trainable
 from jaxsp.training.train_state import TrainState
 

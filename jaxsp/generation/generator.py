@@ -14,9 +14,9 @@ from jaxsp.core.units import format_count
 from jaxsp.generation.programs import Programs
 from jaxsp.memory import available_memory
 from jaxsp.model.cached_layers import Answers
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import quantization
 from jaxsp.sharding.sharding import Gather
+from jaxsp.system import device_mesh
 from jaxsp.training.specs import StepSpec
 
 MAX_ROWS = 64

@@ -9,7 +9,7 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.memory import available_memory, memory_fit, memory_formula
 from jaxsp.memory.available_memory import MemoryLimit
-from jaxsp.runtime import device_mesh, memory_limits
+from jaxsp.system import device_mesh, memory_limits
 from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
 

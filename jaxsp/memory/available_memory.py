@@ -16,8 +16,7 @@ from jaxsp.attention.strategies.workload import GroupRows, HasHeads, count_workl
 from jaxsp.core import axes
 from jaxsp.core.units import GIB
 from jaxsp.memory import memory_formula
-from jaxsp.processes import cluster, distributed
-from jaxsp.runtime import memory_limits
+from jaxsp.system import cluster, distributed, memory_limits
 from jaxsp.training.specs import StepSpec
 
 FRAGMENTATION_FRACTION = 0.022

@@ -9,8 +9,8 @@ from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
 from jaxsp.memory import available_memory, memory_fit, memory_formula, memory_suggestions
 from jaxsp.memory.memory_fit import CompiledStep, MemoryUse
-from jaxsp.processes import distributed
 from jaxsp.sharding import host_offload
+from jaxsp.system import distributed
 from jaxsp.training import train_step
 from jaxsp.training.specs import StepSpec
 

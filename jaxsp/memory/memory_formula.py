@@ -12,8 +12,8 @@ from jaxsp.core.units import GIB
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.optimizers import optimizer
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload, sharding
+from jaxsp.system import device_mesh
 from jaxsp.training import trainable
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_config import StepConfig

@@ -9,7 +9,7 @@ from jaxsp.blocks import layers, registry
 from jaxsp.blocks.config import ATTENTION, ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.model import decoder
-from jaxsp.processes import hardware
+from jaxsp.system import hardware
 
 
 def step_flops(

@@ -23,8 +23,8 @@ from jaxtyping import Array, Float
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import sharding
+from jaxsp.system import device_mesh
 
 SCOPE = "matrix_exchange"
 """Scope name, in the compiled program, of the exchange and of what is computed in between."""

@@ -18,8 +18,8 @@ from jaxsp.core.units import format_count
 from jaxsp.optimizers import matrix_exchange, optimizer_state, param_groups
 from jaxsp.optimizers.optimizer_state import StateBytes
 from jaxsp.optimizers.registry import Optimizer
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
+from jaxsp.system import device_mesh
 
 
 def build_transform(config: Optimizer, param: Parameter) -> optax.GradientTransformation:

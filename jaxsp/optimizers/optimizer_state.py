@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxsp.blocks.layers import Parameter
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import sharding
+from jaxsp.system import device_mesh
 
 
 def is_sharded(param: Parameter, shape: Sequence[int], num_shards: int) -> bool:

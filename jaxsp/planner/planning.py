@@ -30,7 +30,7 @@ from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
-from jaxsp.runtime import device_mesh, memory_limits
+from jaxsp.system import device_mesh, memory_limits
 from jaxsp.training import step_descriptions
 from jaxsp.training.specs import find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig

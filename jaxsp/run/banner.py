@@ -17,8 +17,9 @@ from jaxsp.hf.rope import context_range
 from jaxsp.memory import memory_descriptions
 from jaxsp.optimizers import optimizer
 from jaxsp.run.run import Run
-from jaxsp.runtime import device_mesh, run_dir, run_paths
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.sharding import sharding
+from jaxsp.system import device_mesh
 from jaxsp.training import step_descriptions
 
 

@@ -24,9 +24,9 @@ from jaxsp.planner import mesh_sweep, report, tables
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
-from jaxsp.processes import hardware
 from jaxsp.run import build, config_file, metrics
 from jaxsp.run.config_file import Config
+from jaxsp.system import hardware
 from jaxsp.training import train_state
 
 

@@ -32,7 +32,7 @@ from jaxsp.run import (
 )
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel, Run, StartPoint
-from jaxsp.runtime import device_mesh
+from jaxsp.system import device_mesh
 from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
 

@@ -18,7 +18,7 @@ from jaxsp.optimizers.registry import OPTIMIZER, Optimizer
 from jaxsp.run import check
 from jaxsp.run.run_config import CheckpointConfig, RunConfig
 from jaxsp.run.trackers.logging_config import LoggingConfig
-from jaxsp.runtime.mesh_config import MeshConfig
+from jaxsp.system.mesh_config import MeshConfig
 from jaxsp.tasks.eval_config import EvalConfig
 from jaxsp.training.memory_config import MemoryConfig
 from jaxsp.training.step_config import StepConfig

@@ -17,8 +17,8 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
 from jaxsp.data.tokenization.tokenize import TokenizedSource
-from jaxsp.processes import distributed
 from jaxsp.run.config_file import Config
+from jaxsp.system import distributed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

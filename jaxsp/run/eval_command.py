@@ -18,7 +18,6 @@ from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation import generator
 from jaxsp.hf.rope import context_range
-from jaxsp.processes import cluster, distributed
 from jaxsp.run import (
     comparison,
     config_file,
@@ -34,7 +33,8 @@ from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
 from jaxsp.run.given_model import GivenModel
 from jaxsp.run.run import PreparedModel
-from jaxsp.runtime import compilation_cache, run_paths
+from jaxsp.runtime import run_paths
+from jaxsp.system import cluster, compilation_cache, distributed
 from jaxsp.training.metric_table import Line
 
 if TYPE_CHECKING:

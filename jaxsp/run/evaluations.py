@@ -11,11 +11,11 @@ from jaxsp.evaluation import evaluator
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
-from jaxsp.processes import distributed
 from jaxsp.run import console, metrics, task_plots
 from jaxsp.run.metrics import MetricsWriter
 from jaxsp.run.run import Run
-from jaxsp.runtime.run_status import Activity, RunStatus
+from jaxsp.system import distributed
+from jaxsp.system.run_status import Activity, RunStatus
 from jaxsp.training.metric_table import Line
 
 

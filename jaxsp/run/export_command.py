@@ -18,8 +18,9 @@ from jaxsp.model import adapters
 from jaxsp.run import config_file, merging, resume, stop_tokens
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
-from jaxsp.runtime import jax_platform, run_paths
+from jaxsp.runtime import run_paths
 from jaxsp.storage import run_storage
+from jaxsp.system import jax_platform
 from jaxsp.training import trainable
 
 if TYPE_CHECKING:

@@ -17,12 +17,11 @@ from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.generation.text_stream import TextStream
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.rope import context_range
-from jaxsp.processes import cluster, distributed
 from jaxsp.run import config_file, given_model, jax_limits, model_files, stop_tokens
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
 from jaxsp.run.given_model import GivenModel
-from jaxsp.runtime import compilation_cache
+from jaxsp.system import cluster, compilation_cache, distributed
 
 _MIN_ROW_TOKENS = 512
 """Minimum row length of a model without a run."""

@@ -13,10 +13,9 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
 from jaxsp.memory import auto_choices, available_memory, memory_formula
 from jaxsp.memory.available_memory import GroupLayout
-from jaxsp.processes import cluster, distributed, hardware
-from jaxsp.processes.cluster import Process
 from jaxsp.run.config_file import Config
-from jaxsp.runtime import device_mesh, jax_platform, memory_limits
+from jaxsp.system import cluster, device_mesh, distributed, hardware, jax_platform, memory_limits
+from jaxsp.system.cluster import Process
 from jaxsp.training.step_config import StepConfig
 
 ONE_PROCESS = Process()

@@ -18,12 +18,12 @@ from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
 from jaxsp.memory.memory_causes import StepMemory
-from jaxsp.processes import distributed
 from jaxsp.run import console as output
 from jaxsp.run import resume, selfcheck
 from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.run import Run
 from jaxsp.runtime import run_dir, run_paths
+from jaxsp.system import distributed
 from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState

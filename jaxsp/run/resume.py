@@ -25,8 +25,9 @@ from jaxsp.run import config_changes, config_file
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_lock, run_paths
+from jaxsp.runtime import run_paths
 from jaxsp.storage import run_storage
+from jaxsp.system import run_lock
 
 _NO_START = -2
 """Sent to the other processes instead of a step by a process that cannot start."""

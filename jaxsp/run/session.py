@@ -28,8 +28,8 @@ from jaxsp.run.step_log import StepLog
 from jaxsp.run.trackers.tracker import Outcome
 from jaxsp.run.trackers.trackers import Trackers
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.runtime.preemption import Preemption
 from jaxsp.storage import run_storage
+from jaxsp.system.preemption import Preemption
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
 

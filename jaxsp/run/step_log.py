@@ -19,7 +19,7 @@ from jaxsp.run.metrics import MetricsWriter, StepFields
 from jaxsp.run.nonfinite import NonfiniteTracker
 from jaxsp.run.progress import Progress
 from jaxsp.run.run import Run
-from jaxsp.runtime.run_status import RunStatus
+from jaxsp.system.run_status import RunStatus
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_step import StepResults

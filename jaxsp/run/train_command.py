@@ -10,15 +10,15 @@ import rich.console
 
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
-from jaxsp.processes import distributed, hardware
-from jaxsp.processes.cluster import Process
 from jaxsp.run import build, data_preparation, jax_limits, preview, resume, trainer
 from jaxsp.run.config_file import Config
-from jaxsp.runtime import compilation_cache, run_lock, run_paths
-from jaxsp.runtime.preemption import Preemption
-from jaxsp.runtime.run_status import RunStatus
-from jaxsp.runtime.watchdog import Watchdog
+from jaxsp.runtime import run_paths
 from jaxsp.storage import run_storage
+from jaxsp.system import compilation_cache, distributed, hardware, run_lock
+from jaxsp.system.cluster import Process
+from jaxsp.system.preemption import Preemption
+from jaxsp.system.run_status import RunStatus
+from jaxsp.system.watchdog import Watchdog
 
 
 def train(args: argparse.Namespace, config: Config, process: Process) -> None:

@@ -12,8 +12,8 @@ from jaxsp.run import console as output
 from jaxsp.run.preflight import StepFunction
 from jaxsp.run.run import Run
 from jaxsp.run.session import Session, open_session
-from jaxsp.runtime.preemption import Preemption
-from jaxsp.runtime.run_status import Activity, RunStatus
+from jaxsp.system.preemption import Preemption
+from jaxsp.system.run_status import Activity, RunStatus
 from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from jaxsp.core import files
-from jaxsp.processes import distributed
+from jaxsp.system import distributed
 
 DAMAGED_SUFFIX = ".damaged"
 

@@ -14,8 +14,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.run.config_file import Config
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_lock
 from jaxsp.runtime.run_paths import CONFIG_FILE
+from jaxsp.system import run_lock
 
 _own_copies: set[pathlib.Path] = set()
 """Local copies of run directories that this process writes besides process 0."""

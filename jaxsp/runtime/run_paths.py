@@ -5,9 +5,8 @@ import pathlib
 from collections.abc import Sequence
 
 from jaxsp.core import paths, urls
-from jaxsp.processes import distributed
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_lock
+from jaxsp.system import distributed, run_lock
 
 CHECKPOINTS_DIR = "checkpoints"
 

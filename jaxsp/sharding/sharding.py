@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload, quantization
 from jaxsp.sharding.quantization import QuantizedMatrix
+from jaxsp.system import device_mesh
 
 MIN_SHARDED_SIZE = 64 * 1024
 """Minimum elements per layer for a weight to be sharded.

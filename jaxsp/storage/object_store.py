@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxsp.core import durations, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.processes import distributed, redaction
+from jaxsp.system import distributed, redaction
 
 WAIT_S = 5.0  # between two attempts; s3fs and gcsfs also wait before they report a failure
 

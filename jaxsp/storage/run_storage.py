@@ -15,10 +15,10 @@ from jax.experimental import multihost_utils
 
 from jaxsp.core import files, paths, urls
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
-from jaxsp.processes import distributed
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_dir, run_lock, run_paths
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.storage.object_store import ObjectStore
+from jaxsp.system import distributed, run_lock
 
 PATIENCE_S = 1800.0  # of an outage, after which a run ends
 

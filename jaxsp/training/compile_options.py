@@ -28,7 +28,7 @@ from jaxsp.attention.kernels.cudnn import cudnn_calls
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
 from jaxsp.model.remat import RematPolicy
-from jaxsp.runtime import jax_platform
+from jaxsp.system import jax_platform
 from jaxsp.training.step_config import StepConfig
 
 XlaOptions = dict[str, bool | int | float | str]

@@ -14,8 +14,8 @@ from jaxsp.core import axes
 from jaxsp.core.batch import Batch, step_row_index
 from jaxsp.experts import balance
 from jaxsp.model import decoder
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding.sharding import Shard
+from jaxsp.system import device_mesh
 from jaxsp.training import loss, metric_table, pair_losses
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec

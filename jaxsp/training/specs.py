@@ -23,9 +23,9 @@ from jaxsp.experts import kernels
 from jaxsp.model import layer_stack, tiling
 from jaxsp.model.remat import RematPolicy
 from jaxsp.objectives.objective import PairObjective
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
 from jaxsp.sharding.sharding import Gather
+from jaxsp.system import device_mesh
 from jaxsp.training import compile_options, loss, trainable
 from jaxsp.training.compile_options import CompileOptions
 from jaxsp.training.loss import TokenLoss

@@ -8,7 +8,7 @@ from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.objective import Objective
 from jaxsp.optimizers.registry import Optimizer
-from jaxsp.runtime.mesh_config import MeshConfig
+from jaxsp.system.mesh_config import MeshConfig
 from jaxsp.training.memory_config import MemoryConfig
 
 if TYPE_CHECKING:

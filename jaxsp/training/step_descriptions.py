@@ -6,7 +6,7 @@ from jaxsp.blocks import float8
 from jaxsp.core import axes
 from jaxsp.core.units import format_count
 from jaxsp.model import adapters, decoder, flops
-from jaxsp.runtime import device_mesh
+from jaxsp.system import device_mesh
 from jaxsp.training.specs import StepSpec
 
 

@@ -13,8 +13,8 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core import batch
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, max_pairs
 from jaxsp.optimizers import optimizer, optimizer_state
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import quantization, sharding
+from jaxsp.system import device_mesh
 from jaxsp.training.specs import StepSpec
 
 

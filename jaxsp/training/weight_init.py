@@ -16,8 +16,8 @@ from jaxtyping import Array
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import host_memory
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import quantization, replicas, sharding
+from jaxsp.system import device_mesh
 
 ReadSlice = Callable[[Parameter, int | None, tuple[slice, ...]], np.ndarray]
 """Function that reads a slice of one layer of a weight, in float32 and without padding.

@@ -33,10 +33,10 @@ from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.core import host_memory
 from jaxsp.core.units import GIB
 from jaxsp.memory import available_memory
-from jaxsp.processes import hardware
 from jaxsp.run import benchmark, jax_limits
-from jaxsp.runtime import memory_limits, run_paths
+from jaxsp.runtime import run_paths
 from jaxsp.sharding import host_offload
+from jaxsp.system import hardware, memory_limits
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from scripts.bench import cases, kernel_trace, machine, results

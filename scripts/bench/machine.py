@@ -43,7 +43,7 @@ def find_gpu_problem() -> str | None:
     try:
         import jax
 
-        from jaxsp.processes import hardware
+        from jaxsp.system import hardware
     except ModuleNotFoundError as error:
         return f"Python has no {error.name}. Install jaxsp: pip install -e '.[cuda13,test]'."
     if not hardware.count_gpus({}):

@@ -22,7 +22,7 @@ from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.memory import memory_compile, memory_descriptions
 from jaxsp.run import build, metrics
-from jaxsp.runtime import jax_platform
+from jaxsp.system import jax_platform
 from jaxsp.training import train_state
 from scripts.bench import cases, report, results, timing
 from scripts.bench.cases import Case

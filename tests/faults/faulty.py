@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from jaxsp import cli, train
-from jaxsp.processes import distributed
 from jaxsp.run.step_log import StepLog
+from jaxsp.system import distributed
 
 SLOW_S = 0.25
 

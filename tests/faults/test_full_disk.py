@@ -19,8 +19,9 @@ from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, config_file, trainer
 from jaxsp.run.metrics import MetricsWriter
-from jaxsp.runtime import run_lock, run_paths
+from jaxsp.runtime import run_paths
 from jaxsp.runtime.jsonl import AppendFile
+from jaxsp.system import run_lock
 from tests import batches, commands, messages
 
 pytestmark = pytest.mark.e2e

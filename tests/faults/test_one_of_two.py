@@ -15,8 +15,8 @@ from jaxsp.checkpoint import files, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import run_schema
-from jaxsp.processes import cluster, distributed
-from jaxsp.runtime import device_mesh, jax_platform, run_paths
+from jaxsp.system import cluster, device_mesh, distributed, jax_platform
+from jaxsp.runtime import run_paths
 from jaxsp.sharding import sharding
 from jaxsp.training import train_state, weight_init
 from jaxsp.training.specs import StepSpec

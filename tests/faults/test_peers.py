@@ -44,7 +44,7 @@ def test_two_processes_that_stopped_resume_with_the_numbers_of_a_run_that_did_no
     assert stop_one_of_two(tmp_path).run_to_end() == expected
 
 
-@pytest.mark.slow  # runtime/test_watchdog.py and test_two_processes.py test the parts
+@pytest.mark.slow  # system/test_watchdog.py and test_two_processes.py test the parts
 def test_a_process_that_hangs_ends_both_and_the_same_command_resumes(tmp_path, expected):
     job = peers.Job(tmp_path)
     changes = ("run.save_every=4", "run.step_timeout=9s")

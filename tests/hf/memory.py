@@ -20,7 +20,7 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.core import axes
 from jaxsp.hf import folder, weights
 from jaxsp.model import decoder
-from jaxsp.runtime import device_mesh
+from jaxsp.system import device_mesh
 from jaxsp.training import weight_init
 from tests import batches
 

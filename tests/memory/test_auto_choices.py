@@ -18,7 +18,7 @@ from jaxsp.memory import (
 )
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.run import config_file
-from jaxsp.runtime import memory_limits
+from jaxsp.system import memory_limits
 from jaxsp.training.specs import make_spec
 from tests import batches, messages
 

@@ -14,8 +14,8 @@ from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.memory.memory_formula import OffloadedBytes
 from jaxsp.planner.compile import memory
-from jaxsp.processes import hardware
 from jaxsp.sharding import host_offload, sharding
+from jaxsp.system import hardware
 from tests import batches
 from tests.attention.strategies import make_strategy
 from tests.planner import programs

@@ -7,10 +7,9 @@ import pytest
 from jaxsp.core.units import GIB
 from jaxsp.memory import available_memory, memory_formula
 from jaxsp.memory.available_memory import MemoryLimit
-from jaxsp.processes import hardware
 from jaxsp.run import jax_limits
-from jaxsp.runtime import memory_limits
 from jaxsp.sharding import host_offload
+from jaxsp.system import hardware, memory_limits
 from tests.training import runs
 
 pytestmark = pytest.mark.usefixtures("small_shards")

@@ -11,11 +11,11 @@ import pytest
 import rich.console
 
 from jaxsp.checkpoint.schedule import CheckpointSchedule
-from jaxsp.processes import distributed
 from jaxsp.run import build, config_file, step_log, trainer
 from jaxsp.run import progress as progress_module
 from jaxsp.run.progress import Progress
 from jaxsp.run.step_log import EndTime
+from jaxsp.system import distributed
 from tests import batches, messages
 
 

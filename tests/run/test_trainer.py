@@ -25,8 +25,8 @@ from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, config_file, preflight, trainer
 from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_paths
-from jaxsp.runtime.preemption import Preemption
-from jaxsp.runtime.run_status import RunStatus
+from jaxsp.system.preemption import Preemption
+from jaxsp.system.run_status import RunStatus
 from jaxsp.training import train_step
 from jaxsp.training.train_state import TrainState
 from tests import batches, messages
@@ -298,7 +298,7 @@ def test_a_run_that_broke_is_evaluated_no_more(folder):
     assert [line["step"] for line in results] == list(range(1, broken))
 
 
-@pytest.mark.slow  # runtime/test_run_dir.py locks the folder
+@pytest.mark.slow  # system/test_run_lock.py locks the folder
 @pytest.mark.e2e
 def test_a_run_is_written_by_one_process_at_a_time(folder):
     train(settings(folder))

@@ -102,8 +102,7 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.blocks.layers import Parameter
-from jaxsp.processes import cluster, distributed
-from jaxsp.runtime import device_mesh, jax_platform
+from jaxsp.system import cluster, device_mesh, distributed, jax_platform
 from jaxsp.training import weight_init
 from jaxsp.training.train_state import TrainState
 from tests.checkpoint.test_writer import make_meta

@@ -9,10 +9,11 @@ import pytest
 
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_lock, run_paths
+from jaxsp.runtime import run_paths
 from jaxsp.storage import object_store, run_storage
 from jaxsp.storage.object_store import ObjectStore
 from jaxsp.storage.run_storage import Uploads
+from jaxsp.system import run_lock
 from tests.storage import store_server
 from tests.storage.store_server import BUCKET
 

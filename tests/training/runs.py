@@ -19,8 +19,8 @@ from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.run.config_file import Config
-from jaxsp.runtime import device_mesh
 from jaxsp.sharding import quantization, sharding
+from jaxsp.system import device_mesh
 from jaxsp.training import step_gradients, train_state, train_step, trainable
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState

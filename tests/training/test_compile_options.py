@@ -8,7 +8,7 @@ import pytest
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.planner.compile import compiled
-from jaxsp.runtime import device_mesh
+from jaxsp.system import device_mesh
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from tests import messages

@@ -20,7 +20,7 @@ from jaxsp.core.units import MIB
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats.records import MAX_NAMED_RECORDS, RecordEntry, list_examples
 from jaxsp.data.ingest import columnar
-from jaxsp.processes import distributed
+from jaxsp.system import distributed
 
 if TYPE_CHECKING:
     import datasets

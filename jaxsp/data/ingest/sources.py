@@ -19,7 +19,7 @@ from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import columnar, hub, record_cache, source_files
 from jaxsp.data.ingest.columnar import LocatedRecord, Select
 from jaxsp.data.ingest.record_cache import DamagedCacheError
-from jaxsp.processes import distributed
+from jaxsp.system import distributed
 
 if TYPE_CHECKING:
     import datasets

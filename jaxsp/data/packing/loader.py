@@ -26,7 +26,7 @@ from jaxsp.data.packing import balance, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRows
 from jaxsp.data.packing.row_reader import Documents, RowSlice
-from jaxsp.runtime import device_mesh
+from jaxsp.system import device_mesh
 
 BlockSpan = tuple[tuple[int, int], ...]
 """Begin and end of a block of a global array, per dim."""

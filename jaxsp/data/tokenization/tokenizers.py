@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxsp.core import errors, files, paths
 from jaxsp.core.errors import UserError
-from jaxsp.processes import distributed
+from jaxsp.system import distributed
 
 if TYPE_CHECKING:
     import tokenizers

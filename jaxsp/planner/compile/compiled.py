@@ -20,7 +20,7 @@ from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.optimizers import optimizer
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.gpus import Gpu
-from jaxsp.runtime import memory_limits
+from jaxsp.system import memory_limits
 from jaxsp.training import compile_options, train_state, train_step
 from jaxsp.training.specs import StepSpec
 

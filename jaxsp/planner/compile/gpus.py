@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxsp.core.units import GIB, MIB
-from jaxsp.processes import hardware
+from jaxsp.system import hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

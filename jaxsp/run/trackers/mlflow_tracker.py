@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxsp.config import yaml_io
-from jaxsp.processes import redaction
 from jaxsp.run.trackers.tracker import Client, Outcome, Service, TrackedRun, print_failure
+from jaxsp.system import redaction
 
 # MLFLOW_* where a user sets none: its own defaults retry for minutes, and send usage data
 SETTINGS = "DISABLE_TELEMETRY=1 LOGGING_LEVEL=WARNING ASYNC_LOGGING_BUFFERING_SECONDS=1"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from jaxsp.config.fields import ConfigSection, with_examples
 from jaxsp.core import files
-from jaxsp.processes import distributed, redaction
+from jaxsp.system import distributed, redaction
 
 IDS_FILE = "trackers.json"
 """File of a run directory with the ids of the run in its trackers."""

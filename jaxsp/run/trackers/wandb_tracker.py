@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxsp.processes import distributed
 from jaxsp.run.trackers.tracker import Client, Outcome, Service, TrackedRun
+from jaxsp.system import distributed
 
 INIT_TIMEOUT_S = 30.0
 """Time limit for W&B's server to accept the run. W&B's default is 90."""

@@ -15,7 +15,7 @@ from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.run import config_file
-from jaxsp.runtime import device_mesh
+from jaxsp.system import device_mesh
 
 MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 

@@ -8,8 +8,7 @@ import jax
 from jaxsp.core import paths, urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import GIB
-from jaxsp.processes import distributed, hardware
-from jaxsp.runtime import jax_platform
+from jaxsp.system import distributed, hardware, jax_platform
 
 AUTO = "auto"
 

@@ -9,7 +9,7 @@ import jax
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
-from jaxsp.runtime.mesh_config import MeshConfig
+from jaxsp.system.mesh_config import MeshConfig
 
 
 def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import UserError
-from jaxsp.processes import cluster, hardware, standard_streams
-from jaxsp.processes.cluster import Process
+from jaxsp.system import cluster, hardware, standard_streams
+from jaxsp.system.cluster import Process
 
 # jax is imported in functions: every command imports this module, also those that print a help.
 

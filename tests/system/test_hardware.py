@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from jaxsp.processes import hardware
+from jaxsp.system import hardware
 
 
 @pytest.mark.parametrize(

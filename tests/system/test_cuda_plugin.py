@@ -3,8 +3,7 @@
 import jax
 import pytest
 
-from jaxsp.processes import hardware
-from jaxsp.runtime import cuda_plugin
+from jaxsp.system import cuda_plugin, hardware
 from tests import commands
 from tests.messages import assert_names
 

@@ -9,8 +9,7 @@ import jax
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.processes import hardware
-from jaxsp.runtime import jax_platform
+from jaxsp.system import hardware, jax_platform
 from tests.messages import assert_names
 
 
@@ -102,7 +101,7 @@ def test_xla_of_this_release_knows_all_flags():
 ONE_DEVICE_IS_LATE = """
 import sys, time
 import jax, numpy as np
-from jaxsp.runtime import device_mesh, jax_platform
+from jaxsp.system import device_mesh, jax_platform
 jax_platform.COLLECTIVE_TIMEOUT_S = int(sys.argv[1])
 jax_platform.choose_platform(virtual_cpu_devices=2)
 

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import pathlib
 
-from jaxsp.processes import hardware
+from jaxsp.system import hardware
 
 # jax is imported in functions: load_quietly comes before
 

@@ -10,9 +10,8 @@ import time
 from datetime import timedelta
 
 from jaxsp.core import durations, exit_codes, files
-from jaxsp.processes import distributed
-from jaxsp.runtime import run_status
-from jaxsp.runtime.run_status import Activity, RunStatus
+from jaxsp.system import distributed, run_status
+from jaxsp.system.run_status import Activity, RunStatus
 
 HEARTBEAT_INTERVAL_S = 5.0
 """Time between two heartbeats, and between two checks for progress."""

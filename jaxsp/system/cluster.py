@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from jaxsp.core.errors import UserError
-from jaxsp.processes import hardware
+from jaxsp.system import hardware
 
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = (*_MASTER, "WORLD_SIZE", "RANK")

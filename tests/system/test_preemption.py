@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from jaxsp.runtime import preemption
-from jaxsp.runtime.preemption import Preemption
-from jaxsp.runtime.run_status import RunStatus
+from jaxsp.system import preemption
+from jaxsp.system.preemption import Preemption
+from jaxsp.system.run_status import RunStatus
 from tests import messages
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]
@@ -20,7 +20,8 @@ PROGRAM = """
 import functools, json, sys, time
 from datetime import timedelta
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import preemption, run_paths, run_status
+from jaxsp.system import preemption, run_status
+from jaxsp.runtime import run_paths
 options = json.loads(sys.argv[1])
 num_steps = options["num_steps"]
 status = run_status.RunStatus()
@@ -178,7 +179,7 @@ def test_a_terminal_that_closes_may_send_several_signals(monkeypatch):
 def test_child_processes_do_not_inherit_the_signal_handlers():
     program = """
 import signal, subprocess, sys, time
-from jaxsp.runtime import preemption, run_status
+from jaxsp.system import preemption, run_status
 stop = preemption.Preemption(run_status.RunStatus())
 with stop.listen():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])

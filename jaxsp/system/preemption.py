@@ -19,8 +19,8 @@ from datetime import timedelta
 import jax
 
 from jaxsp.core import durations
-from jaxsp.processes import distributed
-from jaxsp.runtime.run_status import RunStatus
+from jaxsp.system import distributed
+from jaxsp.system.run_status import RunStatus
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask a run to stop. A process gets SIGHUP when its terminal or ssh session closes."""

@@ -5,7 +5,7 @@ import urllib.parse
 
 import pytest
 
-from jaxsp.processes import redaction
+from jaxsp.system import redaction
 
 PASSWORDS = [
     "SECRET",

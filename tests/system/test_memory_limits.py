@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxsp.processes import hardware
-from jaxsp.runtime import memory_limits
+from jaxsp.system import hardware, memory_limits
 
 GIB = 2**30
 

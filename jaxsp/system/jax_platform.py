@@ -7,8 +7,7 @@ import jax
 
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.processes import hardware
-from jaxsp.runtime import memory_limits
+from jaxsp.system import hardware, memory_limits
 
 COLLECTIVE_TIMEOUTS = (
     "xla_cpu_collective_call_terminate_timeout_seconds",

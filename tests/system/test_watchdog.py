@@ -14,9 +14,9 @@ from datetime import timedelta
 import pytest
 
 from jaxsp.core import exit_codes
-from jaxsp.runtime import run_status, watchdog
-from jaxsp.runtime.run_status import Activity, RunStatus
-from jaxsp.runtime.watchdog import Watchdog
+from jaxsp.system import run_status, watchdog
+from jaxsp.system.run_status import Activity, RunStatus
+from jaxsp.system.watchdog import Watchdog
 from tests import messages
 
 HANG = """
@@ -24,7 +24,7 @@ HANG = """
 from jaxsp.run.run_config import RunConfig
 import pathlib, sys, time
 from datetime import timedelta
-from jaxsp.runtime import run_status, watchdog
+from jaxsp.system import run_status, watchdog
 status = run_status.RunStatus()
 file = pathlib.Path(sys.argv[1], "heartbeat.json")
 def hang_here():
@@ -96,8 +96,7 @@ def test_a_process_that_hangs_prints_its_stacks_and_keeps_its_heartbeat_file(tmp
 BLOCK = """
 import time
 from jaxsp.core import files
-from jaxsp.processes import distributed
-from jaxsp.runtime import watchdog
+from jaxsp.system import distributed, watchdog
 watchdog.MESSAGE_TIMEOUT_S = 0.5
 {} = lambda *_: time.sleep(100)
 """

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.processes import cluster
-from jaxsp.processes.cluster import Process
+from jaxsp.system import cluster
+from jaxsp.system.cluster import Process
 from tests.messages import assert_names
 
 TORCHRUN = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "5"}

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from jaxsp.processes import distributed
-from jaxsp.processes.cluster import Process
+from jaxsp.system import distributed
+from jaxsp.system.cluster import Process
 from tests import two_processes
 
 JOIN = """
 import os, time
-from jaxsp.processes import cluster, distributed
+from jaxsp.system import cluster, distributed
 distributed.initialize(cluster.detect_process(os.environ), timeout_s=60)
 print("joined", flush=True)
 time.sleep(100)
@@ -84,7 +84,7 @@ def test_output_that_cannot_be_written_does_not_end_a_process():
     """For example to a terminal that is gone, or to a log on a full disk."""
     result = run_program("""
 import os
-from jaxsp.processes import distributed
+from jaxsp.system import distributed
 os.close(2)
 os.open("/dev/full", os.O_WRONLY)
 distributed.log("a")
@@ -96,7 +96,7 @@ print("continued")
 def test_output_of_gloo_is_discarded_and_that_of_jaxsp_is_printed():
     result = run_program("""
 import os
-from jaxsp.processes import distributed
+from jaxsp.system import distributed
 print("before")
 distributed._discard_gloo_output()
 os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, MutableMapping
 
 from jaxsp.core.units import GIB
-from jaxsp.processes import hardware
+from jaxsp.system import hardware
 
 GPU_MEMORY_FRACTION = 0.92
 """Greatest fraction of a GPU's memory that JAX allocates at start, unless XLA_CLIENT_MEM_FRACTION

@@ -9,8 +9,8 @@ import threading
 import pytest
 import rich.console
 
-from jaxsp.processes import standard_streams
 from jaxsp.run.progress import Progress
+from jaxsp.system import standard_streams
 
 
 def reader_is_gone():
@@ -74,7 +74,7 @@ def test_characters_that_the_encoding_lacks_are_escaped():
 @pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", ">&-", "2>&-"])
 def test_files_do_not_get_the_numbers_of_closed_streams(redirection):
     program = (
-        "import os, sys; from jaxsp.processes import standard_streams; standard_streams.protect(); "
+        "import os, sys; from jaxsp.system import standard_streams; standard_streams.protect(); "
         "print('a', flush=True); print('b', file=sys.stderr); os.write(1, b'c'); "
         "sys.exit(os.open(os.devnull, 0) - 3)"
     )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import device_mesh
-from jaxsp.runtime.mesh_config import MeshConfig
+from jaxsp.system import device_mesh
+from jaxsp.system.mesh_config import MeshConfig
 from tests.messages import numbers
 
 

@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.processes import hardware
-from jaxsp.runtime import compilation_cache
+from jaxsp.system import compilation_cache, hardware
 from tests.messages import assert_names
 
 OLD = (0, 10, 1)

@@ -16,12 +16,12 @@ import time
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import run_lock
+from jaxsp.system import run_lock
 from tests import messages
 
 LOCK = """
 import pathlib, sys, time
-from jaxsp.runtime import run_lock
+from jaxsp.system import run_lock
 with run_lock.lock(pathlib.Path(sys.argv[1]), config_path="configs/a.yaml"):
     print("locked", flush=True)
     time.sleep(600)
