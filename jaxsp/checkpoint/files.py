@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_dir, run_paths

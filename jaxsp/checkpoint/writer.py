@@ -17,8 +17,8 @@ from jax.experimental import multihost_utils
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import array_writer, checksums, disk_space, files, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import files as core_files
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError

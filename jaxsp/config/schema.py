@@ -16,7 +16,7 @@ from jaxsp.config.fields import (
     with_examples,
 )
 from jaxsp.config.rope_schema import RopeConfig
-from jaxsp.config.run_schema import CheckpointConfig, RunConfig
+from jaxsp.config.run_schema import RunConfig
 
 
 class ModelSourceConfig(ConfigSection):
@@ -259,7 +259,7 @@ class Config(ConfigSection):
     adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
     eval: Any
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: Any
     logging: Any
 
     @property

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import rich.console
 
-from jaxsp.checkpoint import schedule
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
@@ -24,7 +22,8 @@ from jaxsp.reporting.starts import StartLine
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.reporting.trackers.tracker import Outcome
 from jaxsp.reporting.trackers.trackers import Trackers
-from jaxsp.run import preflight, references
+from jaxsp.run import checkpoint_schedule, preflight, references
+from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.evaluations import Evaluations
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
@@ -78,7 +77,7 @@ class Session:
         is_resume = self.files.is_resume
         # Ask process 0 only: other nodes may have an old copy of the checkpoint's metadata cached
         is_pending = is_resume and self.inputs.start.has_pending_evaluation
-        is_pending = bool(schedule.broadcast_from_first(float(is_pending)))
+        is_pending = bool(checkpoint_schedule.broadcast_from_first(float(is_pending)))
         is_first = self.spec.config.run.eval_at_start and not is_resume
         if is_first:
             self.early_stopping.expect_evaluation()

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.config import yaml_io
 from jaxsp.config.adapter_schema import AdapterConfig
-from jaxsp.config.run_schema import CheckpointConfig, RunConfig
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import errors
 from jaxsp.data.data_config import DataConfig
 from jaxsp.objectives.objective import Objective, Sft

@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.config import config_file, schema
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.config_file import read, save
@@ -26,6 +27,7 @@ class Config(schema.Config):
     objective: Annotated[Objective, OBJECTIVE] = Sft()
     optimizer: Annotated[Optimizer, OPTIMIZER]
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
 

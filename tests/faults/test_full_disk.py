@@ -13,12 +13,12 @@ import jax
 import pytest
 import rich.console
 
-from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.run import trainer
+from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.jsonl import AppendFile
 from jaxsp.setup import build, config_file

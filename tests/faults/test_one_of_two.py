@@ -14,7 +14,7 @@ import jax
 from jaxsp.checkpoint import files, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config import run_schema
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.processes import cluster, distributed
 from jaxsp.runtime import device_mesh, jax_platform, run_paths
 from jaxsp.sharding import sharding
@@ -59,7 +59,7 @@ if fault == "copy":
     break_method(ArrayWriter, "copy", 1)
 elif fault == "_finalize":
     break_method(CheckpointWriter, "_finalize", 0)
-retention = run_schema.CheckpointConfig()
+retention = CheckpointConfig()
 with CheckpointWriter(folder, table=spec.table, retention=retention) as writer:
     if fault != "read":
         outcome = writer.save(state, meta(2)) or writer.poll(wait=True)

@@ -13,9 +13,9 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import axes
 from jaxsp.memory import memory_compile, memory_problems
 from jaxsp.memory.memory_fit import MemoryUse

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.processes import distributed
 from jaxsp.reporting import progress as progress_module
 from jaxsp.reporting import step_log
 from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.step_log import EndTime
 from jaxsp.run import trainer
+from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.setup import build, config_file
 from tests import batches, messages
 

@@ -19,11 +19,11 @@ from jax.experimental import multihost_utils
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.files import DELETING_SUFFIX
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import preflight, trainer
+from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import axes, host_memory
 from jaxsp.sharding import host_offload, replicas
 from jaxsp.training.train_state import TrainState
@@ -100,7 +100,7 @@ import json, os, pathlib, sys
 import jax, numpy as np
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.run_schema import CheckpointConfig
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.processes import cluster, distributed
 from jaxsp.runtime import device_mesh, jax_platform

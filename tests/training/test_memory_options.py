@@ -11,9 +11,9 @@ import pytest
 from jaxsp.attention import KernelSettings
 from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.memory import (

@@ -11,9 +11,9 @@ import pytest
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import host_memory
 from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
 from jaxsp.planner.cost import comms
