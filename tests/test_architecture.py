@@ -19,7 +19,6 @@ LAYERS = (
     "config",
     "processes",
     "runtime",
-    "storage",
     "attention data delta_rule experts objectives tasks",
     "blocks",
     "model",

@@ -19,9 +19,8 @@ def compute_checksums(table: layers.Weights, weights: layers.Weights) -> dict[st
     """Checksum of each frozen weight by its path, the same on every mesh; empty without any."""
     frozen = trainable.select_frozen(table, table)
     items = {"base": trainable.select_frozen(table, weights)}
-    shapes = checksums.unpadded_shapes(frozen, items, like="base")
-    arrays = checksums.name_leaves(items)
-    return checksums.compute_on_devices(arrays, {name: x.shape for name, x in shapes.items()})
+    unpadded = checksums.unpadded_shapes(frozen, items, like="base")
+    return checksums.compute_on_devices(checksums.name_leaves(items), unpadded)
 
 
 def check_readable(

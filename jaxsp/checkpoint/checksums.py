@@ -70,16 +70,14 @@ def to_shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def compute_on_devices(
-    arrays: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, str]:
+def compute_on_devices(arrays: Mapping[str, Array], unpadded: Mapping[str, Any]) -> dict[str, str]:
     """Returns the checksum of each array: 16 hexadecimal digits, the same in all processes.
 
-    Args:   shapes: unpadded shapes.
+    Args:   unpadded: values with the shapes without padding, such as `unpadded_shapes`.
     Memory: an array in host memory is copied to its devices one layer at a time, or whole if it has
             no layers.
     """
-    programs = compile_programs(arrays, shapes)
+    programs = compile_programs(arrays, unpadded)
     # One program at a time: with several in flight, CPU devices can wait for each other forever
     # (jax 0.10.1, 2 cores: 6 of 8 devices reach the all-reduce)
     sums = {name: jax.device_get(programs[name](array)) for name, array in arrays.items()}
@@ -87,7 +85,7 @@ def compute_on_devices(
 
 
 def compile_programs(
-    arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    arrays: Mapping[str, Any], unpadded: Mapping[str, Any]
 ) -> dict[str, jax.stages.Compiled]:
     """Compiles the programs of `compute_on_devices`.
 
@@ -96,7 +94,7 @@ def compile_programs(
 
     Args: arrays: arrays, or jax.ShapeDtypeStructs with shardings.
     """
-    return {name: _compile(to_shape(array), tuple(shapes[name])) for name, array in arrays.items()}
+    return {name: _compile(to_shape(array), unpadded[name].shape) for name, array in arrays.items()}
 
 
 def compute_on_host(array: np.ndarray) -> str:

@@ -26,6 +26,8 @@ from jaxsp.training import trainable
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
 
+META_FILE = f"{run_paths.META}/metadata"
+
 _MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 
 _T = TypeVar("_T")
@@ -75,10 +77,11 @@ class DamagedCheckpointError(UserError):
         super().__init__(f"{path}: the checkpoint is damaged: {reason}. {suggestion}")
 
 
-def to_json(meta: CheckpointMeta) -> str:
-    """Returns the text of a checkpoint's metadata file, which includes a checksum of its fields."""
+def write_meta(checkpoint: pathlib.Path, meta: CheckpointMeta) -> None:
+    """Writes a checkpoint's metadata atomically, with a checksum of its fields."""
     fields = dataclasses.asdict(meta)
-    return json.dumps({"digest": _checksum(fields), **fields}, allow_nan=False)
+    text = json.dumps({"digest": _checksum(fields), **fields}, allow_nan=False)
+    files.write_atomic(checkpoint / META_FILE, text)
 
 
 def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
@@ -86,16 +89,14 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
 
     Raises: DamagedCheckpointError; UserError for the fields of another version of jaxsp.
     """
-    name = f"{run_paths.META}/metadata"
     # Not with orbax: it would initialize JAX before the config sets the number of devices
-    fields = files.read_json(checkpoint / name)
+    fields = files.read_json(checkpoint / META_FILE)
     if fields is None:
-        is_file = (checkpoint / name).is_file()
-        reason = f"{name} is {'not a JSON object' if is_file else 'missing, or not a file'}"
+        is_file = (checkpoint / META_FILE).is_file()
+        reason = f"{META_FILE} is {'not a JSON object' if is_file else 'missing, or not a file'}"
         raise DamagedCheckpointError(checkpoint, reason)
-    checksum = fields.pop("digest", None)
-    if checksum != _checksum(fields):
-        raise DamagedCheckpointError(checkpoint, f"the contents of {name} have changed")
+    if fields.pop("digest", None) != _checksum(fields):
+        raise DamagedCheckpointError(checkpoint, f"the contents of {META_FILE} have changed")
     try:
         if fields.get("early_stopping"):
             fields["early_stopping"] = EarlyStoppingState(**fields["early_stopping"])
@@ -105,8 +106,8 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
         return meta
     except TypeError:
         raise UserError(
-            f"{checkpoint}: {name} has other fields than this version of jaxsp writes. Use the "
-            "version that wrote it."
+            f"{checkpoint}: {META_FILE} has other fields than this version of jaxsp writes. Use "
+            "the version that wrote it."
         ) from None
 
 
@@ -189,7 +190,7 @@ def raise_on_all_processes(checkpoint: pathlib.Path, function: Callable[[], _T])
     except DamagedCheckpointError as error:
         damage = error
     is_damaged = multihost_utils.process_allgather(np.int32(damage is not None))
-    if is_damaged.any() and damage is None:
+    if damage is None and is_damaged.any():
         reason = f"process {is_damaged.argmax()} cannot read it"
         damage = DamagedCheckpointError(checkpoint, reason)
     if damage is not None:
@@ -201,7 +202,6 @@ def _restore_items(
     checkpoint: pathlib.Path, items: dict[str, Any], table: layers.Weights
 ) -> dict[str, Any]:
     """Restores items with these shapes and shardings, and checks their checksums."""
-
     mesh = jax.tree.leaves(items)[0].sharding.mesh
     is_broadcast = replicas.is_broadcast(mesh)
 
@@ -215,14 +215,12 @@ def _restore_items(
     def read() -> dict[str, Any]:
         if replicas.find_readers(mesh).isdisjoint(mesh.local_devices):
             return {}
-        return {
-            item: _read_item(
-                checkpoint,
-                item,
-                ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(to_args, like)),
-            )
-            for item, like in items.items()
-        }
+        restored = {}
+        for item, like in items.items():
+            to = jax.tree.map(to_args, like)
+            args = ocp.args.PyTreeRestore(item=like, restore_args=to)
+            restored[item] = _read_item(checkpoint, item, args)
+        return restored
 
     restored = raise_on_all_processes(checkpoint, read)
     if is_broadcast:
@@ -238,9 +236,8 @@ def _restore_items(
                 array.delete()
         restored = jax.tree.unflatten(structure, results)
     expected = checksums.unpadded_shapes(trainable.select_trained(table, table), restored)
-    shapes = {name: leaf.shape for name, leaf in expected.items()}
     # Computing checksums is collective. It cannot hang, because every process has read its shards
-    found = checksums.compute_on_devices(checksums.name_leaves(restored), shapes)
+    found = checksums.compute_on_devices(checksums.name_leaves(restored), expected)
     raise_on_all_processes(checkpoint, lambda: _check_arrays(checkpoint, found, expected))
     return restored
 
@@ -303,10 +300,10 @@ def silence_orbax_errors() -> None:
     )
 
 
-def _checksum(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
 def describe_error(error: BaseException) -> str:
     """Returns the first line of an orbax error, without the source locations at its end."""
     return errors.first_line(error).partition(" [")[0][:200].rstrip(".")
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

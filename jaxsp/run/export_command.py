@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import rich.console
 
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import reader, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
@@ -19,7 +19,6 @@ from jaxsp.model import adapters
 from jaxsp.reporting import console as output
 from jaxsp.runtime import jax_platform, run_paths
 from jaxsp.setup import config_file, merging, resume, stop_tokens
-from jaxsp.storage import run_storage
 from jaxsp.training import trainable
 
 if TYPE_CHECKING:

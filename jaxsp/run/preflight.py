@@ -12,7 +12,7 @@ import rich.console
 import rich.status
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import disk_space, files, reader
+from jaxsp.checkpoint import reader, retention
 from jaxsp.config.schema import Config
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
@@ -22,7 +22,7 @@ from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
 from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.processes import distributed
 from jaxsp.reporting import console as output
-from jaxsp.run import selfcheck
+from jaxsp.run import checkpoint_schedule, selfcheck
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.setup import resume
 from jaxsp.training import train_state
@@ -127,8 +127,8 @@ def finish_run(config: Config, start: StartPoint, *, eval_set: dict[str, str] | 
     if start.is_resume_in(directory) and run_dir.is_writer(directory):
         checkpoints = directory / run_paths.CHECKPOINTS_DIR
         try:
-            files.remove_leftovers(checkpoints)
-            files.delete_superseded(checkpoints, config.checkpoint, eval_set)
+            retention.remove_unfinished(checkpoints)
+            retention.delete_superseded(checkpoints, config.checkpoint, eval_set)
         except OSError as error:
             reason = reader.describe_error(error)
             distributed.log(f"{checkpoints}: an old checkpoint could not be deleted: {reason}")
@@ -142,12 +142,12 @@ def report_checks(spec: StepSpec, inputs: RunInputs, console: rich.console.Conso
     lines: list[str | None] = [*selfcheck.check_device(spec)]
     if jax.process_index() == 0:
         state = train_state.abstract_inputs(spec)[0]
-        checkpoints = run_paths.local_dir(spec.config.run) / run_paths.CHECKPOINTS_DIR
-        warning = disk_space.check(
-            spec.config,
-            checkpoint_bytes=disk_space.tree_bytes(reader.list_items(state, spec.table)),
-            num_steps=spec.num_steps - inputs.start.step,
-            leftover_bytes=files.leftover_bytes(checkpoints),
+        run = spec.config.run
+        warning = retention.check_space(
+            run_paths.local_dir(run),
+            spec.config.checkpoint,
+            checkpoint_bytes=retention.tree_bytes(reader.list_items(state, spec.table)),
+            num_checkpoints=checkpoint_schedule.count(run, spec.num_steps - inputs.start.step),
         )
         lines.append(warning)
     for line in filter(None, lines):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import rich.console
 
+from jaxsp.checkpoint import run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
@@ -27,7 +28,6 @@ from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.evaluations import Evaluations
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
-from jaxsp.storage import run_storage
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import StepSpec
@@ -311,7 +311,7 @@ def open_session(
         checkpoints = CheckpointWriter(
             directory / run_paths.CHECKPOINTS_DIR,
             table=spec.table,
-            retention=config.checkpoint,
+            config=config.checkpoint,
             status=status,
             # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
             before_write=metrics.sync,

@@ -7,6 +7,7 @@ import pathlib
 import jax
 import rich.console
 
+from jaxsp.checkpoint import run_storage
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
@@ -18,7 +19,6 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
 from jaxsp.setup import build, data_preparation, preview, resume
-from jaxsp.storage import run_storage
 
 
 def run(args: argparse.Namespace, config: Config, process: Process) -> None:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, config: Config, process: Process) -> None:
         folder = run_paths.local_dir(config.run)
         with (
             run_dir.lock(folder, config_path=args.config, name=config.run.directory),
-            run_storage.open_run(config.run),
+            run_storage.open_run(config.run.directory, folder),
             Watchdog(
                 config.run,
                 status,

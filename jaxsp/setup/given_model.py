@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxsp.blocks import layers
-from jaxsp.checkpoint import base, reader
+from jaxsp.checkpoint import base, reader, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError, at
@@ -15,7 +15,6 @@ from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.runtime import run_paths
 from jaxsp.setup import build, config_file, initial_weights, resume
-from jaxsp.storage import run_storage
 from jaxsp.training import train_state, trainable
 
 

@@ -10,13 +10,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.checkpoint import files
+from jaxsp.checkpoint import retention, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import yaml_io
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import errors, paths, urls
-from jaxsp.core import files as core_files
+from jaxsp.core import errors, files, paths, urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
@@ -25,7 +24,6 @@ from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.setup import config_changes, config_file
-from jaxsp.storage import run_storage
 from jaxsp.training.inputs import StartPoint
 
 _NO_START = -2
@@ -104,7 +102,7 @@ def _find_own_checkpoint(
             f"all its checkpoints are damaged; they are in {damaged}. Put a copy of one into "
             f"{checkpoints}, {elsewhere}"
         )
-    last = core_files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
+    last = files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
     if last is not None:
         raise UserError(
             f"this run has written a checkpoint after step {last.get('step')}, but {checkpoints} "
@@ -158,7 +156,7 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     """
     problem = f"{damage.path} IS DAMAGED: {damage.reason}."
     if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
-        moved = files.set_aside(damage.path)
+        moved = retention.set_aside(damage.path)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
     with at("run.resume", run.resume):
         source = run_storage.make_local(run.resume)

@@ -81,7 +81,7 @@ def write_fields(checkpoint, fields):
 
 def test_metadata_is_read_as_it_was_written(tmp_path):
     (tmp_path / "4/meta").mkdir(parents=True)
-    (tmp_path / "4/meta/metadata").write_text(reader.to_json(META))
+    reader.write_meta(tmp_path / "4", META)
     assert reader.read_meta(tmp_path / "4") == META
 
 
@@ -98,8 +98,9 @@ def test_unknown_field_is_an_error_that_is_not_damage(tmp_path, place):
 
 def test_field_changed_without_its_checksum_is_damage(tmp_path):
     (tmp_path / "4/meta").mkdir(parents=True)
-    text = reader.to_json(META).replace('"step": 4', '"step": 5')
-    (tmp_path / "4/meta/metadata").write_text(text)
+    reader.write_meta(tmp_path / "4", META)
+    path = tmp_path / "4/meta/metadata"
+    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
     with pytest.raises(DamagedCheckpointError, match=messages.containing("meta/metadata")):
         reader.read_meta(tmp_path / "4")
 

@@ -1,6 +1,8 @@
 """Retention of checkpoints, recording of evaluations, and compilation ahead of the first write."""
 
 import json
+import threading
+import types
 
 import jax
 import numpy as np
@@ -8,11 +10,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
-from jaxsp.checkpoint import checksums, files, reader
+from jaxsp.checkpoint import checksums, reader, retention
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.runtime import run_paths
+from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
 from tests import batches
@@ -35,10 +38,9 @@ def make_meta(step, loss=None, eval_set=None, **fields):
 
 def make_store(folder, *metas, eval_set, **keep):
     for meta in metas:
-        path = folder / str(meta.step) / run_paths.META
-        path.mkdir(parents=True)
-        (path / "metadata").write_text(reader.to_json(meta))
-    return CheckpointWriter(folder, table={}, retention=CheckpointConfig(**keep), eval_set=eval_set)
+        (folder / str(meta.step) / run_paths.META).mkdir(parents=True)
+        reader.write_meta(folder / str(meta.step), meta)
+    return CheckpointWriter(folder, table={}, config=CheckpointConfig(**keep), eval_set=eval_set)
 
 
 def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
@@ -51,9 +53,9 @@ def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
         make_meta(5, 0.2, HELD_OUT | {"digest": "other documents"}),
         make_meta(6),
     ]
-    store = make_store(tmp_path, *metas, eval_set=HELD_OUT, keep_latest=1, keep_best=1)
-    retention = CheckpointConfig(keep_latest=1, keep_best=1)
-    assert files.find_superseded(tmp_path, store.steps, retention, HELD_OUT) == [1, 2, 4, 5]
+    make_store(tmp_path, *metas, eval_set=HELD_OUT)
+    keep = CheckpointConfig(keep_latest=1, keep_best=1)
+    assert retention.find_superseded(tmp_path, keep, HELD_OUT) == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +71,9 @@ def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
 )
 def test_latest_and_best_checkpoints_are_kept(tmp_path, losses, keep, deleted):
     metas = [make_meta(step, loss, HELD_OUT) for step, loss in enumerate(losses, 1)]
-    store = make_store(tmp_path, *metas, eval_set=HELD_OUT, **keep)
+    make_store(tmp_path, *metas, eval_set=HELD_OUT)
     (tmp_path / "2000").mkdir()  # without metadata: not a checkpoint
-    retention = CheckpointConfig(**keep)
-    assert files.find_superseded(tmp_path, store.steps, retention, HELD_OUT) == deleted
+    assert retention.find_superseded(tmp_path, CheckpointConfig(**keep), HELD_OUT) == deleted
 
 
 def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tmp_path):
@@ -110,7 +111,7 @@ def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplo
     opt = {"a": {"mu": weight["a"] + 1, "nu": weight["a"] + 2}}
     state = TrainState(master=weight, opt_state=opt, step=np.int32(1))
     before = checksums._compile.cache_info().misses
-    with CheckpointWriter(tmp_path, table=table, retention=CheckpointConfig()) as store:
+    with CheckpointWriter(tmp_path, table=table, config=CheckpointConfig()) as store:
         store.compile_ahead(state)
         store._compiling.result()
         assert checksums._compile.cache_info().misses == before + 1
@@ -122,6 +123,46 @@ def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplo
     assert {name: leaf["digest"] for name, leaf in written.items()} == {
         name: checksums.compute_on_host(np.asarray(array)) for name, array in arrays.items()
     }
+
+
+class StuckUploads:
+    """Uploads that wait for `event`, of a store whose progress is set."""
+
+    complete = ()
+
+    def __init__(self):
+        self.event = threading.Event()
+        self.store = types.SimpleNamespace(progress=0)
+
+    def claim(self):
+        self.event.wait()
+
+    upload_shards = finish = lambda self, step: None
+
+
+def test_an_upload_without_progress_is_no_heartbeat(tmp_path):
+    place = NamedSharding(batches.mesh(1, 1, 1), PartitionSpec())
+    weight = {"a": jax.device_put(np.zeros((4, 4), np.float32), place)}
+    state = TrainState(master=weight, opt_state={}, step=np.int32(1))
+    status = RunStatus()
+    uploads = StuckUploads()
+    with CheckpointWriter(
+        tmp_path,
+        table={"a": Parameter(shape=(4, 4), hf_name="a")},
+        config=CheckpointConfig(),
+        status=status,
+        uploads=uploads,
+    ) as store:
+        store.save(state, make_meta(1))
+        while not store.is_uploading:
+            assert store.poll() is None
+        before = status.activity.last_progress
+        store.poll()
+        assert status.activity.last_progress == before
+        uploads.store.progress += 1
+        store.poll()
+        assert status.activity.last_progress > before
+        uploads.event.set()
 
 
 def test_metadata_without_a_data_set_is_read(tmp_path):

@@ -11,9 +11,8 @@ pytestmark = pytest.mark.e2e
 SCRIPT = """
 import os, pathlib, sys
 import jax
-from jaxsp.checkpoint import files, reader
-from jaxsp.checkpoint.array_writer import ArrayWriter
-from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.checkpoint import reader, retention
+from jaxsp.checkpoint.writer import ArrayWriter, CheckpointWriter
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.processes import cluster, distributed
 from jaxsp.runtime import device_mesh, jax_platform, run_paths
@@ -59,8 +58,7 @@ if fault == "copy":
     break_method(ArrayWriter, "copy", 1)
 elif fault == "_finalize":
     break_method(CheckpointWriter, "_finalize", 0)
-retention = CheckpointConfig()
-with CheckpointWriter(folder, table=spec.table, retention=retention) as writer:
+with CheckpointWriter(folder, table=spec.table, config=CheckpointConfig()) as writer:
     if fault != "read":
         outcome = writer.save(state, meta(2)) or writer.poll(wait=True)
         print("RESULT first:", outcome.failure, flush=True)
@@ -83,7 +81,7 @@ try:
     print("RESULT restored", flush=True)
 except reader.DamagedCheckpointError as damage:
     print("RESULT damaged:", damage.reason, flush=True)
-    moved = files.set_aside(damage.path).name
+    moved = retention.set_aside(damage.path).name
     print("RESULT moved:", moved, run_paths.find_latest(folder), flush=True)
 distributed.shutdown()
 """

@@ -220,7 +220,7 @@ def test_a_run_continues_during_a_save_and_resumes_from_it(gpu, option, tmp_path
     rows = batches.put_on_mesh(ROWS, spec.mesh)
     state, _ = run(state, rows)
     meta = CheckpointMeta(config={}, model={}, data={}, step=1, rows_consumed=0, num_tokens_total=0)
-    with CheckpointWriter(tmp_path, table=spec.table, retention=CheckpointConfig()) as store:
+    with CheckpointWriter(tmp_path, table=spec.table, config=CheckpointConfig()) as store:
         store.save(state, meta)
         state, expected = run(state, rows)
     restored = reader.restore(

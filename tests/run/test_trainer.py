@@ -17,8 +17,8 @@ import rich.console
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.files import DELETING_SUFFIX
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.retention import DELETING_SUFFIX
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import NeedsAttentionError, UserError

@@ -75,7 +75,7 @@ def test_a_checkpoint_is_read_by_the_first_replica(tmp_path, monkeypatch):
     opt = {"a": {"mu": weight["a"] + 1, "nu": -0.0 * weight["a"]}}
     step = jax.device_put(np.int32(1), NamedSharding(place.mesh, PartitionSpec()))
     state = TrainState(master=weight, opt_state=opt, step=step)
-    with CheckpointWriter(tmp_path, table=table, retention=CheckpointConfig()) as store:
+    with CheckpointWriter(tmp_path, table=table, config=CheckpointConfig()) as store:
         store.save(state, make_meta(1))
     monkeypatch.setattr(replicas, "find_readers", lambda mesh: {*mesh.devices[0].flat})
     placed = []
@@ -136,7 +136,7 @@ step = jax.device_put(np.int32(1), jax.NamedSharding(mesh, jax.P()))
 master = {name: weights[name] for name in trained}
 state = TrainState(master=master, opt_state={}, step=step)
 folder = pathlib.Path(sys.argv[1])
-with CheckpointWriter(folder, table=trained, retention=CheckpointConfig()) as store:
+with CheckpointWriter(folder, table=trained, config=CheckpointConfig()) as store:
     store.save(state, make_meta(1))
 read_item = reader._read_item
 items = []

@@ -230,9 +230,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
     ]
     assert {leaf.sharding.memory_kind for leaf in averages} == {host_memory.MEMORY_KIND}
     meta = CheckpointMeta(config={}, model={}, data={}, step=2, rows_consumed=0, num_tokens_total=0)
-    with CheckpointWriter(
-        tmp_path, table=offloaded.spec.table, retention=CheckpointConfig()
-    ) as store:
+    with CheckpointWriter(tmp_path, table=offloaded.spec.table, config=CheckpointConfig()) as store:
         store.save(state, meta)
         assert (tmp_path / "2" / run_paths.MASTER).is_dir(), (
             "written before the next step takes its memory"

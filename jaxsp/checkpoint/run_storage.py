@@ -13,12 +13,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.config.run_schema import RunConfig
+from jaxsp.checkpoint.reader import META_FILE
 from jaxsp.core import files, urls
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
 from jaxsp.processes import distributed
+from jaxsp.processes.object_store import ObjectStore
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.storage.object_store import ObjectStore
 
 PATIENCE_S = 1800.0  # of an outage, after which a run ends
 
@@ -26,16 +26,13 @@ uploads: dict[pathlib.Path, "Uploads"] = {}  # of the run in a local copy
 
 _ID_FILE = "run_id"
 
-_META = f"{run_paths.META}/metadata"
-"""File of a checkpoint that is uploaded last: with it, the checkpoint is complete."""
-
 
 def _name(step: int | str, file: str = "") -> str:
     """Returns the name of a checkpoint's object or folder, also its path in a local copy."""
     return f"{run_paths.CHECKPOINTS_DIR}/{step}/{file}"
 
 
-def find_steps(names: Iterable[str], file: str = _META) -> set[int]:
+def find_steps(names: Iterable[str], file: str = META_FILE) -> set[int]:
     """Returns the steps of complete checkpoints. Args: file: `.*` for incomplete ones, too."""
     matches = (re.fullmatch(_name(r"(\d+)", file), name) for name in names)
     return {int(match[1]) for match in matches if match}
@@ -54,18 +51,6 @@ def make_local(text: str) -> str:
     if not (folder / run_paths.CONFIG_FILE).exists():
         raise UserError("contains no run. Use the URL of a run's directory.")
     return str(folder / _name(step)) if step else str(folder)
-
-
-def _find_same(store: ObjectStore, folder: pathlib.Path, complete: set[int]) -> set[int]:
-    """Returns those of the store's complete checkpoints whose arrays are equal in a local copy."""
-    same = set()
-    for step in complete & {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)}:
-        # the checksums of the arrays; an evaluation may have changed the rest
-        local = (files.read_json(folder / _name(step, _META)) or {}).get("arrays")
-        stored = files.parse_json(store.read(_name(step, _META))) or {}
-        if local is not None and local == stored.get("arrays"):
-            same.add(step)
-    return same
 
 
 def download(
@@ -87,9 +72,11 @@ def download(
         complete = find_steps(infos)
         kept = _find_same(store, folder, complete)
         local = {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)}
-        for step in local - kept if is_old else ():
-            shutil.rmtree(folder / _name(step))
-        missing = (complete if steps is None else steps & complete) - (set() if is_old else local)
+        if is_old:
+            for step in local - kept:
+                shutil.rmtree(folder / _name(step))
+            local = kept
+        missing = (complete if steps is None else complete & steps) - local
         wanted = tuple(map(_name, kept | missing))
         arrays = {name for name in infos if name.startswith(wanted)}
         names = {name for name in arrays if not (folder / name).exists()}
@@ -98,6 +85,18 @@ def download(
             distributed.log(f"{store.url}: downloading {num_bytes / 2**20:,.0f} MiB")
         sizes = {name: infos[name]["size"] for name in arrays}  # other files may grow meanwhile
         store.download({name: folder / name for name in names}, sizes)
+
+
+def _find_same(store: ObjectStore, folder: pathlib.Path, complete: set[int]) -> set[int]:
+    """Returns those of the store's complete checkpoints whose arrays are equal in a local copy."""
+    same = set()
+    for step in complete & {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)}:
+        # the checksums of the arrays; an evaluation may have changed the rest
+        local = (files.read_json(folder / _name(step, META_FILE)) or {}).get("arrays")
+        stored = files.parse_json(store.read(_name(step, META_FILE))) or {}
+        if local is not None and local == stored.get("arrays"):
+            same.add(step)
+    return same
 
 
 @dataclasses.dataclass
@@ -110,17 +109,29 @@ class Uploads:
     store: ObjectStore
     folder: pathlib.Path
     complete: set[int]  # steps of the checkpoints in the store that are the local ones
+    _versions: dict[str, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
+    """Inode, time and size of each small file when it was uploaded."""
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint in the store."""
-        self.complete.discard(step)
-        self.store.delete(_name(step, _META))  # from here on it is incomplete
-        self.store.delete(_name(step))
+        """Deletes a checkpoint in the store, in process 0."""
+        if jax.process_index() == 0:
+            self.complete.discard(step)
+            self.store.delete(_name(step, META_FILE))  # from here on it is incomplete
+            self.store.delete(_name(step))
+
+    def claim(self) -> None:
+        """Uploads the files without which the store is not this run's, in process 0.
+
+        Until then, no process may upload a shard: a later start would refuse the store.
+        """
+        if jax.process_index() == 0 and (self.folder / run_paths.CONFIG_FILE).exists():
+            if not (self.folder / _ID_FILE).exists():
+                (self.folder / _ID_FILE).write_text(uuid.uuid4().hex)
+            self._upload_changed({run_paths.CONFIG_FILE, _ID_FILE})
 
     def upload_shards(self, step: int) -> None:
         """Uploads what this process has written of a checkpoint, without metadata."""
-        self._claim()
-        self.store.upload(self.folder, self._list_files(_name(step)) - {_name(step, _META)})
+        self.store.upload(self.folder, self._list_files(_name(step)) - {_name(step, META_FILE)})
 
     def finish(self, *steps: int) -> None:
         """Uploads everything else, and deletes superseded checkpoints, in process 0.
@@ -129,26 +140,30 @@ class Uploads:
         """
         if jax.process_index() > 0:
             return
-        self._claim()
+        self.claim()
         skipped = (run_paths.CHECKPOINTS_DIR, run_paths.DAMAGED_DIR, "profile")
         last = {run_paths.LAST_CHECKPOINT_FILE}  # names a checkpoint of the store
         names = self._list_files("") - {*run_dir.BOOKKEEPING_FILES, *last}
         small = {name for name in names if name.partition("/")[0] not in skipped}
         local = run_paths.list_steps(self.folder / run_paths.CHECKPOINTS_DIR)
         self.complete = (self.complete | {*steps}) & {*local}
-        for group in (small, {_name(step, _META) for step in self.complete}, last):
-            self.store.upload(self.folder, group)
+        for group in (small, {_name(step, META_FILE) for step in self.complete}, last):
+            self._upload_changed(group)
         stored = find_steps(self.store.list(run_paths.CHECKPOINTS_DIR), ".*")
         for step in stored - self.complete:
             if step < max(self.complete, default=0):
                 self.delete(step)
 
-    def _claim(self) -> None:
-        """Uploads the files without which the others are not those of this run, in process 0."""
-        if jax.process_index() == 0 and (self.folder / run_paths.CONFIG_FILE).exists():
-            if not (self.folder / _ID_FILE).exists():
-                (self.folder / _ID_FILE).write_text(uuid.uuid4().hex)
-            self.store.upload(self.folder, {run_paths.CONFIG_FILE, _ID_FILE})
+    def _upload_changed(self, names: Iterable[str]) -> None:
+        """Uploads small files that have changed since this object last uploaded them."""
+        versions = {}
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                stat = (self.folder / name).stat()
+                versions[name] = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        changed = {name: x for name, x in versions.items() if self._versions.get(name) != x}
+        self.store.upload(self.folder, changed)
+        self._versions |= changed
 
     def _list_files(self, folder: str) -> set[str]:
         paths = (path for path in (self.folder / folder).rglob("*") if path.is_file())
@@ -156,18 +171,19 @@ class Uploads:
 
 
 @contextlib.contextmanager
-def open_run(run: RunConfig) -> Iterator[None]:
+def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
     """Context in which a run can use run.directory, if that is a URL; otherwise it does nothing.
 
     At the start, the side with the later checkpoint, local copy or store, is copied to the other.
     All processes must enter it together, after run_dir.lock; each has a copy of its own.
+
+    Args: folder: this process's copy.
     """
-    if not urls.is_url(run.directory):
+    if not urls.is_url(url):
         yield
         return
-    folder = run_paths.local_dir(run)
-    with at("run.directory", run.directory):
-        store = ObjectStore(run.directory)
+    with at("run.directory", url):
+        store = ObjectStore(url)
         stored = int(multihost_utils.broadcast_one_to_all(np.int32(_clean(store, folder))))
         local = max(run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR), default=0)
         local = local if (folder / run_paths.CONFIG_FILE).exists() else -1
@@ -175,6 +191,8 @@ def open_run(run: RunConfig) -> Iterator[None]:
         own = Uploads(store, folder, _find_same(store, folder, find_steps(store.list())))
         is_old = local < stored or bool((all_local != local).any())
         if not is_old:
+            own.claim()
+            multihost_utils.sync_global_devices("the store is this run's")
             if local > stored:
                 own.upload_shards(local)
             multihost_utils.sync_global_devices("shards are uploaded")
