@@ -57,7 +57,7 @@ class CheckpointMeta:
     """True if a stop skipped an evaluation that was due."""
     early_stopping: EarlyStoppingState | None = None
     base: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Checksums of the frozen weights, which the checkpoint does not contain: see base.py."""
+    """Checksums of the frozen weights, which the checkpoint does not contain."""
     arrays: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Checksum ("digest"), dtype and unpadded shape of each array, by its path in the state."""
 
@@ -134,11 +134,7 @@ def restore_weights(
     table: layers.Weights,
     frozen: layers.Weights,
 ) -> layers.Weights:
-    """Restores weights with the shapes and shardings of `like`, on any mesh.
-
-    Args: frozen: the frozen weights (`trainable.select_frozen`), which checkpoints do not contain.
-    Raises: DamagedCheckpointError in all processes.
-    """
+    """Restores weights like `restore`."""
     items = {run_paths.MASTER: trainable.select_trained(table, like)}
     return trainable.merge(frozen, _restore_items(checkpoint, items, table)[run_paths.MASTER])
 
@@ -151,9 +147,9 @@ def restore(
     num_steps: int,
     frozen: layers.Weights | None = None,
 ) -> TrainState:
-    """Restores the state after `num_steps` steps, with the shapes and shardings of `like`.
+    """Restores the state after `num_steps` steps, with shapes and shardings of `like`, on any mesh.
 
-    Args: frozen: as in `restore_weights`; None if there are none.
+    Args: frozen: the frozen weights (`trainable.select_frozen`), which checkpoints do not contain.
     Raises: DamagedCheckpointError in all processes.
     """
     restored = _restore_items(checkpoint, list_items(like, table), table)
@@ -166,6 +162,23 @@ def restore(
         opt_state=opt_state,
         step=jax.device_put(np.int32(num_steps), like.step.sharding),
     )
+
+
+def check_base(checkpoint: pathlib.Path, found: dict[str, str]) -> None:
+    """Checks that a checkpoint was trained on these frozen weights.
+
+    Args: found: result of `checksums.compute_frozen`.
+    Raises: UserError if one differs.
+    """
+    written = read_meta(checkpoint).base
+    changed = [name for name in sorted({*found, *written}) if found.get(name) != written.get(name)]
+    if changed:
+        name = changed[0].partition("/")[2]
+        differ = f"and {len(changed) - 1} more differ" if len(changed) > 1 else "differs"
+        raise UserError(
+            f"{checkpoint}: was trained on another base: {name} {differ}. Use the model, "
+            "model.compute_dtype, adapter and run.seed of that run."
+        )
 
 
 def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:
@@ -253,20 +266,18 @@ def _check_arrays(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[
     for name, array in arrays.items():
         if name not in written:
             raise DamagedCheckpointError(checkpoint, f"{name} was not written")
-        dtype = written[name]["dtype"]
-        shape = tuple(written[name]["shape"])
-        if (dtype, shape) != (str(array.dtype), array.shape):
-            reason = f"{name} was written as {dtype}{[*shape]}, not {array.dtype}{[*array.shape]}"
+        before = "{dtype}{shape}".format_map(written[name])
+        expected = f"{array.dtype}{[*array.shape]}"
+        if before != expected:
+            reason = f"{name} was written as {before}, not {expected}"
             raise DamagedCheckpointError(checkpoint, reason)
     changed = [name for name, checksum in found.items() if checksum != written[name]["digest"]]
     if changed:
         name = changed[0]
-        names = name if len(changed) == 1 else f"{name} and {len(changed) - 1} more"
-        raise DamagedCheckpointError(
-            checkpoint,
-            f"the bits of {names} have changed (checksum {found[name]}, "
-            f"written {written[name]['digest']})",
-        )
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        checksum_pair = f"checksum {found[name]}, written {written[name]['digest']}"
+        reason = f"the bits of {name}{more} have changed ({checksum_pair})"
+        raise DamagedCheckpointError(checkpoint, reason)
 
 
 def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore) -> Any:

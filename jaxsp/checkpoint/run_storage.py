@@ -6,35 +6,29 @@ import pathlib
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import filelock
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint.reader import META_FILE
 from jaxsp.core import files, urls
-from jaxsp.core.errors import NeedsAttentionError, UserError, at
+from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed
 from jaxsp.processes.object_store import ObjectStore
 from jaxsp.runtime import run_dir, run_paths
 
-PATIENCE_S = 1800.0  # of an outage, after which a run ends
-
-uploads: dict[pathlib.Path, "Uploads"] = {}  # of the run in a local copy
-
-_ID_FILE = "run_id"
+ID_FILE = "run_id"
 
 
-def _name(step: int | str, file: str = "") -> str:
+def object_name(step: int | str, file: str = "") -> str:
     """Returns the name of a checkpoint's object or folder, also its path in a local copy."""
     return f"{run_paths.CHECKPOINTS_DIR}/{step}/{file}"
 
 
 def find_steps(names: Iterable[str], file: str = META_FILE) -> set[int]:
     """Returns the steps of complete checkpoints. Args: file: `.*` for incomplete ones, too."""
-    matches = (re.fullmatch(_name(r"(\d+)", file), name) for name in names)
+    matches = (re.fullmatch(object_name(r"(\d+)", file), name) for name in names)
     return {int(match[1]) for match in matches if match}
 
 
@@ -50,7 +44,7 @@ def make_local(text: str) -> str:
     download(store, folder, steps=steps)
     if not (folder / run_paths.CONFIG_FILE).exists():
         raise UserError("contains no run. Use the URL of a run's directory.")
-    return str(folder / _name(step)) if step else str(folder)
+    return str(folder / object_name(step)) if step else str(folder)
 
 
 def download(
@@ -70,14 +64,14 @@ def download(
     with filelock.FileLock(folder.with_name(f"{folder.name}.lock")):
         infos = store.list()
         complete = find_steps(infos)
-        kept = _find_same(store, folder, complete)
+        kept = find_same(store, folder, complete)
         local = {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)}
         if is_old:
             for step in local - kept:
-                shutil.rmtree(folder / _name(step))
+                shutil.rmtree(folder / object_name(step))
             local = kept
         missing = (complete if steps is None else complete & steps) - local
-        wanted = tuple(map(_name, kept | missing))
+        wanted = tuple(map(object_name, kept | missing))
         arrays = {name for name in infos if name.startswith(wanted)}
         names = {name for name in arrays if not (folder / name).exists()}
         names |= {name for name in infos if not name.startswith(f"{run_paths.CHECKPOINTS_DIR}/")}
@@ -87,13 +81,13 @@ def download(
         store.download({name: folder / name for name in names}, sizes)
 
 
-def _find_same(store: ObjectStore, folder: pathlib.Path, complete: set[int]) -> set[int]:
+def find_same(store: ObjectStore, folder: pathlib.Path, complete: set[int]) -> set[int]:
     """Returns those of the store's complete checkpoints whose arrays are equal in a local copy."""
     same = set()
     for step in complete & {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)}:
         # the checksums of the arrays; an evaluation may have changed the rest
-        local = (files.read_json(folder / _name(step, META_FILE)) or {}).get("arrays")
-        stored = files.parse_json(store.read(_name(step, META_FILE))) or {}
+        local = (files.read_json(folder / object_name(step, META_FILE)) or {}).get("arrays")
+        stored = files.parse_json(store.read(object_name(step, META_FILE))) or {}
         if local is not None and local == stored.get("arrays"):
             same.add(step)
     return same
@@ -116,8 +110,8 @@ class Uploads:
         """Deletes a checkpoint in the store, in process 0."""
         if jax.process_index() == 0:
             self.complete.discard(step)
-            self.store.delete(_name(step, META_FILE))  # from here on it is incomplete
-            self.store.delete(_name(step))
+            self.store.delete(object_name(step, META_FILE))  # from here on it is incomplete
+            self.store.delete(object_name(step))
 
     def claim(self) -> None:
         """Uploads the files without which the store is not this run's, in process 0.
@@ -125,13 +119,14 @@ class Uploads:
         Until then, no process may upload a shard: a later start would refuse the store.
         """
         if jax.process_index() == 0 and (self.folder / run_paths.CONFIG_FILE).exists():
-            if not (self.folder / _ID_FILE).exists():
-                (self.folder / _ID_FILE).write_text(uuid.uuid4().hex)
-            self._upload_changed({run_paths.CONFIG_FILE, _ID_FILE})
+            if not (self.folder / ID_FILE).exists():
+                (self.folder / ID_FILE).write_text(uuid.uuid4().hex)
+            self._upload_changed({run_paths.CONFIG_FILE, ID_FILE})
 
     def upload_shards(self, step: int) -> None:
         """Uploads what this process has written of a checkpoint, without metadata."""
-        self.store.upload(self.folder, self._list_files(_name(step)) - {_name(step, META_FILE)})
+        names = self._list_files(object_name(step)) - {object_name(step, META_FILE)}
+        self.store.upload(self.folder, names)
 
     def finish(self, *steps: int) -> None:
         """Uploads everything else, and deletes superseded checkpoints, in process 0.
@@ -147,7 +142,7 @@ class Uploads:
         small = {name for name in names if name.partition("/")[0] not in skipped}
         local = run_paths.list_steps(self.folder / run_paths.CHECKPOINTS_DIR)
         self.complete = (self.complete | {*steps}) & {*local}
-        for group in (small, {_name(step, META_FILE) for step in self.complete}, last):
+        for group in (small, {object_name(step, META_FILE) for step in self.complete}, last):
             self._upload_changed(group)
         stored = find_steps(self.store.list(run_paths.CHECKPOINTS_DIR), ".*")
         for step in stored - self.complete:
@@ -168,71 +163,3 @@ class Uploads:
     def _list_files(self, folder: str) -> set[str]:
         paths = (path for path in (self.folder / folder).rglob("*") if path.is_file())
         return {path.relative_to(self.folder).as_posix() for path in paths}
-
-
-@contextlib.contextmanager
-def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
-    """Context in which a run can use run.directory, if that is a URL; otherwise it does nothing.
-
-    At the start, the side with the later checkpoint, local copy or store, is copied to the other.
-    All processes must enter it together, after run_dir.lock; each has a copy of its own.
-
-    Args: folder: this process's copy.
-    """
-    if not urls.is_url(url):
-        yield
-        return
-    with at("run.directory", url):
-        store = ObjectStore(url)
-        stored = int(multihost_utils.broadcast_one_to_all(np.int32(_clean(store, folder))))
-        local = max(run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR), default=0)
-        local = local if (folder / run_paths.CONFIG_FILE).exists() else -1
-        all_local = multihost_utils.process_allgather(np.int32(local))
-        own = Uploads(store, folder, _find_same(store, folder, find_steps(store.list())))
-        is_old = local < stored or bool((all_local != local).any())
-        if not is_old:
-            own.claim()
-            multihost_utils.sync_global_devices("the store is this run's")
-            if local > stored:
-                own.upload_shards(local)
-            multihost_utils.sync_global_devices("shards are uploaded")
-            own.finish(*{local} - {stored})
-            multihost_utils.sync_global_devices("checkpoint is uploaded")
-        download(store, folder, is_old=is_old)
-        own.complete = find_steps(store.list())
-    store.patience_s = PATIENCE_S
-    store.is_in_run = True
-    kept = folder / run_paths.CHECKPOINTS_DIR
-    store.advice = f"The latest checkpoint is in {kept}; the same command uploads it and resumes."
-    uploads[folder.resolve()] = own
-    with run_dir.write_own_copy(folder):
-        try:
-            yield
-        except Exception:  # whatever ended the run is raised again after an attempt to upload
-            store.patience_s = 0.0
-            with contextlib.suppress(UserError, NeedsAttentionError):
-                own.finish()
-            raise
-        own.finish()
-
-
-def _clean(store: ObjectStore, folder: pathlib.Path) -> int:
-    """Deletes incomplete checkpoints. Returns: latest complete one, or 0, in process 0.
-
-    Raises: UserError for other files than a run's, and for another run than that of the local copy.
-    """
-    if jax.process_index() > 0:
-        return 0
-    names = set(store.list()) - set(run_dir.BOOKKEEPING_FILES)
-    if names and run_paths.CONFIG_FILE not in names:
-        raise UserError(f"has other files, as {min(names)}. Use another URL.")
-    if _ID_FILE in names and (folder / _ID_FILE).exists():
-        if store.read(_ID_FILE).decode() != (folder / _ID_FILE).read_text():
-            raise UserError(
-                f"has another run than the local copy {folder}. Remove the one that is not needed, "
-                "or use another URL."
-            )
-    complete = find_steps(names)
-    for step in find_steps(names, ".*") - complete:
-        store.delete(_name(step))
-    return max(complete, default=0)

@@ -45,74 +45,52 @@ layers on 8 virtual devices needed 56 programs, and the first checkpoint waited 
 POLL_S = 5.0
 """Seconds between two checks of a write that several processes wait for."""
 
-_RUNNING = 0
-_DONE = 1
-_FAILED = 2
+_RUNNING, _DONE, _FAILED = range(3)
 
 
-class ArrayWriter:
-    """Writes items of a checkpoint with orbax; all processes write their shards."""
+def make_handler(*, has_separate_folders: bool) -> ocp.PyTreeCheckpointHandler:
+    """Makes orbax's writer of arrays; all processes write their shards.
 
-    def __init__(self, *, has_separate_folders: bool) -> None:
-        """Args: has_separate_folders: processes may write to folders of their own, whose files are
-        put together later. orbax's OCDBT format needs one process that reads the files of all.
-        """
-        arrays = ocp.type_handlers.ArrayHandler(
-            min_slice_bytes_for_replica_parallel=MIN_SLICED_BYTES
-        )
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-        self._handlers = {
-            name: ocp.PyTreeCheckpointHandler(
-                type_handler_registry=registry,
-                use_ocdbt=not has_separate_folders,
-                # Otherwise, on GPUs, the copies of all arrays are in XLA's pool of pinned host
-                # memory, whose limit leaves room only for what a step offloads
-                enable_pinned_host_transfer=False,
-            )
-            for name in (run_paths.MASTER, run_paths.OPT)
-        }
-        reader.silence_orbax_errors()
-
-    def copy(
-        self, folder: pathlib.Path, items: dict[str, Any]
-    ) -> tuple[list[Any], list[Exception]]:
-        """Copies the arrays to the host, and starts to write the copies.
-
-        The next step may reuse the arrays' memory after that.
-
-        Returns: the writes that were started ("commits"), and the error that prevented the others,
-            if any: both for `wait_for_commits`.
-        """
-        commits: list[Any] = []
-
-        async def copy_items() -> None:
-            for name, item in items.items():  # an error leaves the commits of those before it
-                args = ocp.args.PyTreeSave(item)
-                path = epath.Path(folder / name)
-                commits.extend(await self._handlers[name].async_save(path, args=args) or [])
-
-        try:
-            asyncio.run(copy_items())
-        except Exception as error:  # wait_for_commits raises it, after the started ones have ended
-            return commits, [error]
-        return commits, []
-
-    def finalize(self, folder: pathlib.Path) -> None:
-        """Completes the items, after all processes have written their shards."""
-        for name, handler in self._handlers.items():
-            if (folder / name).is_dir():
-                handler.finalize(epath.Path(folder / name))
-
-    def close(self) -> None:
-        """Closes orbax's handlers."""
-        for handler in self._handlers.values():
-            handler.close()
+    Args: has_separate_folders: processes may write to folders of their own, whose files are put
+        together later. orbax's OCDBT format needs one process that reads the files of all.
+    """
+    reader.silence_orbax_errors()
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICED_BYTES)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+        use_ocdbt=not has_separate_folders,
+        # Otherwise, on GPUs, the copies of all arrays are in XLA's pool of pinned host memory,
+        # whose limit leaves room only for what a step offloads
+        enable_pinned_host_transfer=False,
+    )
 
 
-def wait_for_commits(commits: Sequence[Any], copy_errors: Sequence[Exception]) -> None:
+def start_writes(
+    handler: ocp.PyTreeCheckpointHandler, folder: pathlib.Path, items: dict[str, Any]
+) -> list[Any]:
+    """Copies the arrays of a checkpoint to the host, and starts to write the copies.
+
+    The next step may reuse the arrays' memory after that.
+
+    Returns: the started writes ("commits") for `wait_for_commits`. After an error, the last one
+        raises it.
+    """
+    commits: list[Any] = []
+    try:
+        for name, item in items.items():
+            args = ocp.args.PyTreeSave(item)
+            commits += asyncio.run(handler.async_save(epath.Path(folder / name), args=args)) or []
+    except Exception as error:
+        failed: Future = Future()
+        failed.set_exception(error)
+        commits.append(failed)
+    return commits
+
+
+def wait_for_commits(commits: Sequence[Any]) -> None:
     """Waits for all commits, even if one fails: only then can their files be removed.
 
-    Raises: the first error of the commits, or of the copies.
+    Raises: the first error.
     """
     failures = []
     for commit in commits:
@@ -120,8 +98,8 @@ def wait_for_commits(commits: Sequence[Any], copy_errors: Sequence[Exception]) -
             commit.result()
         except Exception as error:  # raised after all commits have ended
             failures.append(error)
-    for failure in (*failures, *copy_errors):
-        raise failure
+    if failures:
+        raise failures[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +149,7 @@ class CheckpointWriter:
         """Args:
         before_write: called before each checkpoint; if it raises, the write fails.
         eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
-        has_separate_folders: see ArrayWriter.
+        has_separate_folders: see make_handler.
         uploads: those of a run in an object store.
         """
         self._directory = directory.absolute()
@@ -188,8 +166,7 @@ class CheckpointWriter:
         """MiB that all processes have written, and their progress of uploads, at the last poll."""
         self._pending: _PendingWrite | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._arrays = ArrayWriter(has_separate_folders=has_separate_folders)
-        self._compiling: Future | None = None
+        self._handler = make_handler(has_separate_folders=has_separate_folders)
         self.compile_s = 0.0
         """Seconds that the last `save` waited for the checksum programs to compile."""
         self.write_s: float | None = None
@@ -220,7 +197,7 @@ class CheckpointWriter:
         can_wait = kind is None or jax.process_count() == 1
         if can_wait:
             self.poll(wait=True)
-            self._arrays.close()
+            self._handler.close()
         self._pool.shutdown(wait=can_wait)
 
     def compile_ahead(self, state: TrainState) -> None:
@@ -228,8 +205,7 @@ class CheckpointWriter:
         # shapes only: the first step reuses the memory of the arrays
         items = jax.tree.map(checksums.to_shape, reader.list_items(state, self._table))
         unpadded = checksums.unpadded_shapes(self._trained, items)
-        arrays = checksums.name_leaves(items)
-        self._compiling = self._pool.submit(checksums.compile_programs, arrays, unpadded)
+        self._pool.submit(checksums.compile_programs, checksums.name_leaves(items), unpadded)
 
     def save(self, state: TrainState, meta: CheckpointMeta) -> WriteOutcome | None:
         """Starts to write a checkpoint, and returns when training may continue.
@@ -243,7 +219,7 @@ class CheckpointWriter:
         assert self._pending is None, "the previous write has not ended"
         assert meta.step not in self.steps, f"there is a checkpoint of step {meta.step} already"
         items = reader.list_items(state, self._table)
-        self._num_bytes = retention.tree_bytes(items)
+        self._num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
         meta = dataclasses.replace(meta, arrays=self._checksum_arrays(items))
         stages = self._write(items, meta, began)
         self._pending = _PendingWrite(step=meta.step, stages=stages)
@@ -289,22 +265,22 @@ class CheckpointWriter:
                 is_watched = jax.process_count() == 1 and not self.is_uploading
                 timeout = None if is_watched else POLL_S
                 concurrent.futures.wait([write.future], timeout=timeout)
-            statuses = self._gather_statuses(write)
-            if (statuses == _FAILED).any() and not (statuses == _RUNNING).any():
-                outcome = self._end_failed(write, int(np.argmax(statuses == _FAILED)))
-                self._pending = None
-                return outcome
-            if (statuses == _DONE).all():
-                write.future = None
-                try:
-                    write.future = next(write.stages)
-                except StopIteration:
-                    self._pending = None
-                    return WriteOutcome(step=write.step, failure=None)
-                except Exception as error:  # _end_failed reports it
-                    write.error = error
-            elif not wait:
+            statuses = self._gather_statuses(write).tolist()
+            if _RUNNING in statuses:
+                if wait:
+                    continue
                 return None
+            if _FAILED in statuses:
+                self._pending = None
+                return self._end_failed(write, statuses.index(_FAILED))
+            write.future = None
+            try:
+                write.future = next(write.stages)
+            except StopIteration:
+                self._pending = None
+                return WriteOutcome(step=write.step, failure=None)
+            except Exception as error:  # _end_failed reports it
+                write.error = error
         return None
 
     def _gather_statuses(self, write: _PendingWrite) -> np.ndarray:
@@ -312,14 +288,10 @@ class CheckpointWriter:
 
         Progress of any process in writing or uploading counts for all that wait for it.
         """
-        status = _DONE
-        if write.future is not None and write.error is None:
-            if write.future.done():
-                write.error = write.future.exception()
-            else:
-                status = _RUNNING
-        if write.error is not None:
-            status = _FAILED
+        is_running = write.future is not None and not write.future.done()
+        if write.future is not None and not is_running:
+            write.error = write.future.exception()
+        status = _RUNNING if is_running else _DONE if write.error is None else _FAILED
         uploaded = self._uploads.store.progress if self._uploads is not None else 0
         own = np.array([status, read_bytes_written() // 2**20, uploaded % 2**20], np.int32)
         statuses, written_mib, all_uploaded = multihost_utils.process_allgather(own).T
@@ -349,11 +321,11 @@ class CheckpointWriter:
             for name in (*items, run_paths.META):
                 (partial / name).mkdir(parents=True)
         yield None
-        commits, errors = self._arrays.copy(partial, items)
+        commits = start_writes(self._handler, partial, items)
         del items
 
         def finish_writing() -> None:
-            wait_for_commits(commits, errors)
+            wait_for_commits(commits)
             if self._uploads is not None and step in self._uploads.complete:
                 self._uploads.delete(step)  # of a part of the run that is repeated
             self.write_s = time.monotonic() - began
@@ -385,7 +357,9 @@ class CheckpointWriter:
             return
         began = time.monotonic()
         partial = self._partial_path(meta.step)
-        self._arrays.finalize(partial)
+        for item in (run_paths.MASTER, run_paths.OPT):
+            if (partial / item).is_dir():
+                self._handler.finalize(epath.Path(partial / item))
         reader.write_meta(partial, meta)
         partial.rename(self._directory / str(meta.step))
         # from here on the checkpoint is complete, whatever happens to older ones
@@ -431,13 +405,11 @@ class CheckpointWriter:
         unpadded = checksums.unpadded_shapes(self._trained, items)
         arrays = checksums.name_leaves(items)
         began = time.monotonic()
-        status: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self.write_s is None:  # the first checkpoint
-            status = self._status.compiling("checksums")
-        with status:
-            if self._compiling is not None:
-                self._compiling.result()
-            checksums.compile_programs(arrays, unpadded)
+        with contextlib.ExitStack() as stack:
+            if self.write_s is None:  # the first checkpoint
+                stack.enter_context(self._status.compiling("checksums"))
+            # in the thread, after what `compile_ahead` has started there
+            self._pool.submit(checksums.compile_programs, arrays, unpadded).result()
         self.compile_s = time.monotonic() - began
         digests = checksums.compute_on_devices(arrays, unpadded)
         return {

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import rich.console
 
-from jaxsp.checkpoint import run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
@@ -23,7 +22,7 @@ from jaxsp.reporting.starts import StartLine
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.reporting.trackers.tracker import Outcome
 from jaxsp.reporting.trackers.trackers import Trackers
-from jaxsp.run import checkpoint_schedule, preflight, references
+from jaxsp.run import checkpoint_schedule, preflight, references, stored_run
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.evaluations import Evaluations
 from jaxsp.runtime import run_dir, run_paths
@@ -317,7 +316,7 @@ def open_session(
             before_write=metrics.sync,
             eval_set=eval_set,
             has_separate_folders=run_dir.may_be_separate(config.run),
-            uploads=run_storage.uploads.get(directory.resolve()),
+            uploads=stored_run.uploads.get(directory.resolve()),
         )
         stack.enter_context(checkpoints)
         trace = ProfilerTrace(directory / "profile", config.logging.profile_steps)

@@ -7,13 +7,12 @@ import pathlib
 import jax
 import rich.console
 
-from jaxsp.checkpoint import run_storage
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed, hardware
 from jaxsp.processes.cluster import Process
-from jaxsp.run import jax_limits, trainer
+from jaxsp.run import jax_limits, stored_run, trainer
 from jaxsp.runtime import compilation_cache, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace, config: Config, process: Process) -> None:
         folder = run_paths.local_dir(config.run)
         with (
             run_dir.lock(folder, config_path=args.config, name=config.run.directory),
-            run_storage.open_run(config.run.directory, folder),
+            stored_run.open_run(config.run.directory, folder),
             Watchdog(
                 config.run,
                 status,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import rich.console
 
 from jaxsp.blocks import layers
-from jaxsp.checkpoint import base, reader
+from jaxsp.checkpoint import checksums, reader
 from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
 from jaxsp.run import preflight, references
@@ -61,7 +61,7 @@ def train(
     checkpoint = inputs.start.checkpoint
     if checkpoint is None:
         state = train_state.init_state(spec, inputs.make_weights())
-        base_checksums = base.compute_checksums(spec.table, state.master)
+        base_checksums = checksums.compute_frozen(spec.table, state.master)
     else:
         state = reader.restore(
             checkpoint,
@@ -70,8 +70,8 @@ def train(
             num_steps=inputs.start.step,
             frozen=inputs.make_frozen_weights(),
         )
-        base_checksums = base.compute_checksums(spec.table, state.master)
-        base.check(checkpoint, base_checksums)
+        base_checksums = checksums.compute_frozen(spec.table, state.master)
+        reader.check_base(checkpoint, base_checksums)
     if has_reference_state:
         _prepare_references(spec, inputs, lambda: state.master, console, preemption)
     with open_session(

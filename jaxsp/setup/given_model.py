@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxsp.blocks import layers
-from jaxsp.checkpoint import base, reader, run_storage
+from jaxsp.checkpoint import checksums, reader, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError, at
@@ -121,7 +121,7 @@ class GivenModel:
         trained = dataclasses.replace(spec, config=config)
         frozen = initial_weights.open_sources(trained, resolved.model_folder, None).make_frozen()
         table = trainable.select_frozen(trained.table, trained.table)
-        base.check(self.checkpoint, base.compute_checksums(table, frozen))
+        reader.check_base(self.checkpoint, checksums.compute_frozen(table, frozen))
         if trained.dtype != spec.dtype:  # the base was checked as training rounded it
             del frozen  # a device may not hold both
             frozen = initial_weights.open_sources(spec, resolved.model_folder, None).make_frozen()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.checkpoint import retention, run_storage
+from jaxsp.checkpoint import run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import yaml_io
 from jaxsp.config.run_schema import RunConfig
@@ -156,13 +157,31 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     """
     problem = f"{damage.path} IS DAMAGED: {damage.reason}."
     if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
-        moved = retention.set_aside(damage.path)
+        moved = set_aside(damage.path)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
     with at("run.resume", run.resume):
         source = run_storage.make_local(run.resume)
     if run_paths.find_latest(source) == pathlib.Path(source).resolve():
         raise damage
     return f"{problem} It was not moved; the run resumes from the checkpoint before it."
+
+
+def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
+    """Moves a damaged checkpoint to the run's damaged/ folder, and returns its new path.
+
+    All processes must call this together.
+    """
+    folder = checkpoint.parent.parent / run_paths.DAMAGED_DIR
+    target = folder / checkpoint.name
+    numbers = itertools.count(2)
+    while target.exists():
+        target = folder / f"{checkpoint.name}-{next(numbers)}"
+    multihost_utils.sync_global_devices("all have chosen the same target")
+    if run_dir.is_writer(checkpoint):
+        folder.mkdir(exist_ok=True)
+        checkpoint.rename(target)
+    multihost_utils.sync_global_devices("the checkpoint is moved")
+    return target
 
 
 def find_model_dir(checkpoint: pathlib.Path) -> pathlib.Path | None:

@@ -112,14 +112,14 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
         return jax.tree.map(add, arrays)
 
     step = jax.jit(update, donate_argnums=0, out_shardings=shardings).lower(state).compile()
-    arrays = writer.ArrayWriter(has_separate_folders=False)
+    handler = writer.make_handler(has_separate_folders=False)
     began = time.perf_counter()
-    commits, failures = arrays.copy(folder, {run_paths.MASTER: state})
+    commits = writer.start_writes(handler, folder, {run_paths.MASTER: state})
     copy_s = time.perf_counter() - began
     jax.block_until_ready(step(state))  # as the next training step does
-    writer.wait_for_commits(commits, failures)
-    arrays.finalize(folder)
-    arrays.close()
+    writer.wait_for_commits(commits)
+    handler.finalize(folder / run_paths.MASTER)
+    handler.close()
     restore_args = {
         name: ocp.ArrayRestoreArgs(sharding=place, global_shape=(num_rows, 1024), dtype=np.float32)
         for name, place in shardings.items()

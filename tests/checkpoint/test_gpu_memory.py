@@ -28,11 +28,11 @@ def test_no_copy_of_a_checkpoint_is_in_the_pool_for_offloaded_arrays(
         return transfer(arrays, *args, **kwargs)
 
     monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", spy_on_transfer)
-    arrays = writer.ArrayWriter(has_separate_folders=False)
-    commits, failures = arrays.copy(tmp_path, {run_paths.MASTER: {"a": weight}})
-    writer.wait_for_commits(commits, failures)
-    arrays.finalize(tmp_path)
-    arrays.close()
+    handler = writer.make_handler(has_separate_folders=False)
+    commits = writer.start_writes(handler, tmp_path, {run_paths.MASTER: {"a": weight}})
+    writer.wait_for_commits(commits)
+    handler.finalize(tmp_path / run_paths.MASTER)
+    handler.close()
     assert transferred == [(1, False)]
 
     kinds = []

@@ -11,11 +11,12 @@ pytestmark = pytest.mark.e2e
 SCRIPT = """
 import os, pathlib, sys
 import jax
-from jaxsp.checkpoint import reader, retention
-from jaxsp.checkpoint.writer import ArrayWriter, CheckpointWriter
+from jaxsp.checkpoint import reader, writer
+from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.processes import cluster, distributed
 from jaxsp.runtime import device_mesh, jax_platform, run_paths
+from jaxsp.setup import resume
 from jaxsp.sharding import sharding
 from jaxsp.training import train_state, weight_init
 from jaxsp.training.specs import StepSpec
@@ -55,16 +56,16 @@ def break_method(owner, name, process):
 
 
 if fault == "copy":
-    break_method(ArrayWriter, "copy", 1)
+    break_method(writer, "start_writes", 1)
 elif fault == "_finalize":
     break_method(CheckpointWriter, "_finalize", 0)
-with CheckpointWriter(folder, table=spec.table, config=CheckpointConfig()) as writer:
+with CheckpointWriter(folder, table=spec.table, config=CheckpointConfig()) as store:
     if fault != "read":
-        outcome = writer.save(state, meta(2)) or writer.poll(wait=True)
+        outcome = store.save(state, meta(2)) or store.poll(wait=True)
         print("RESULT first:", outcome.failure, flush=True)
         is_broken = False
-    assert writer.save(state, meta(4)) is None
-    while (outcome := writer.poll()) is None:
+    assert store.save(state, meta(4)) is None
+    while (outcome := store.poll()) is None:
         pass
     print("RESULT then:", outcome, sorted(path.name for path in folder.iterdir()), flush=True)
 shapes = train_state.abstract_inputs(spec)[0]
@@ -81,7 +82,7 @@ try:
     print("RESULT restored", flush=True)
 except reader.DamagedCheckpointError as damage:
     print("RESULT damaged:", damage.reason, flush=True)
-    moved = retention.set_aside(damage.path).name
+    moved = resume.set_aside(damage.path).name
     print("RESULT moved:", moved, run_paths.find_latest(folder), flush=True)
 distributed.shutdown()
 """

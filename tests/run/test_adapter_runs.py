@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from jaxsp import eval as evaluation
 from jaxsp import export, library
-from jaxsp.checkpoint import reader, retention
+from jaxsp.checkpoint import reader
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, writer
 from jaxsp.model import adapters, decoder
@@ -111,7 +111,7 @@ def test_a_checkpoint_has_the_trained_weights_only(straight):
 def test_the_disk_needs_space_for_the_trained_weights_only(straight, monkeypatch):
     needed = []
     check = lambda *_, checkpoint_bytes, **others: needed.append(checkpoint_bytes)
-    monkeypatch.setattr(retention, "check_space", check)
+    monkeypatch.setattr(preflight, "check_space", check)
     spec, inputs = build.build_training(settings(straight), devices=jax.devices())
     preflight.report_checks(spec, inputs, rich.console.Console(quiet=True))
     arrays = reader.read_meta(straight / f"run/checkpoints/{STEPS}").arrays

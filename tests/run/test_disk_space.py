@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from jaxsp.checkpoint import retention
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.core.errors import UserError
+from jaxsp.run import preflight
 from tests import messages
 
 MIB = 2**20
@@ -22,7 +22,7 @@ def free(monkeypatch):
 
 
 def check(folder, num_checkpoints=11, **keep):
-    return retention.check_space(
+    return preflight.check_space(
         folder / "run",
         CheckpointConfig(**keep),
         checkpoint_bytes=100 * MIB,
