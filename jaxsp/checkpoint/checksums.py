@@ -47,11 +47,8 @@ def unpadded_shapes(
         if quantization.is_quantized(param):
             return quantization.describe(param, param.stacked_shape)
 
-        def to_unpadded(x: Any) -> jax.ShapeDtypeStruct:
-            shape = optimizer_state.unpadded_shape(param, weight.shape, x.shape)
-            return jax.ShapeDtypeStruct(shape, x.dtype)
-
-        return jax.tree.map(to_unpadded, tree)
+        unpad = functools.partial(optimizer_state.unpadded_shape, param, weight.shape)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(unpad(x.shape), x.dtype), tree)
 
     return name_leaves(
         {name: jax.tree.map(shapes_like, table, items[like], item) for name, item in items.items()}
@@ -95,12 +92,10 @@ def compute_on_devices(arrays: Mapping[str, Array], unpadded: Mapping[str, Any])
 def compile_programs(
     arrays: Mapping[str, Any], unpadded: Mapping[str, Any]
 ) -> dict[str, jax.stages.Compiled]:
-    """Compiles the programs of `compute_on_devices`.
+    """Compiles the programs of `compute_on_devices`, for arrays or jax.ShapeDtypeStructs.
 
     Arrays of one shape, dtype and sharding share a program, as a weight does with its moments. This
     takes a third of the time of one program for all arrays.
-
-    Args: arrays: arrays, or jax.ShapeDtypeStructs with shardings.
     """
     return {name: _compile(to_shape(array), unpadded[name].shape) for name, array in arrays.items()}
 

@@ -49,10 +49,7 @@ class CheckpointMeta:
     eval_loss: float | None = None
     """Loss on the eval set `eval_set`; None if not evaluated or not finite."""
     eval_set: dict[str, str] | None = None
-    """Name and digest of the eval set of `eval_loss`, as returned by evaluator.identify_eval_set.
-
-    Losses of two checkpoints are compared only if the digests are equal.
-    """
+    """Name and digest of the eval set of `eval_loss`. Only losses with one digest are compared."""
     has_pending_evaluation: bool = False
     """True if a stop skipped an evaluation that was due."""
     early_stopping: EarlyStoppingState | None = None
@@ -100,10 +97,7 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
     try:
         if fields.get("early_stopping"):
             fields["early_stopping"] = EarlyStoppingState(**fields["early_stopping"])
-        meta = CheckpointMeta(**fields)
-        if not isinstance(meta.rows_consumed, int):
-            raise TypeError
-        return meta
+        return CheckpointMeta(**fields)
     except TypeError:
         raise UserError(
             f"{checkpoint}: {META_FILE} has other fields than this version of jaxsp writes. Use "
@@ -128,11 +122,7 @@ def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weig
 
 
 def restore_weights(
-    checkpoint: pathlib.Path,
-    like: layers.Weights,
-    *,
-    table: layers.Weights,
-    frozen: layers.Weights,
+    checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights, frozen: layers.Weights
 ) -> layers.Weights:
     """Restores weights like `restore`."""
     items = {run_paths.MASTER: trainable.select_trained(table, like)}
@@ -182,10 +172,7 @@ def check_base(checkpoint: pathlib.Path, found: dict[str, str]) -> None:
 
 
 def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:
-    """Returns the items of a checkpoint: trained weights, and their optimizer state.
-
-    Without optimizer state (sgd) there is only one.
-    """
+    """Returns the items of a checkpoint: trained weights, and their optimizer state if any."""
     items = {run_paths.MASTER: trainable.select_trained(table, state.master)}
     if jax.tree.leaves(state.opt_state):
         items[run_paths.OPT] = trainable.select_trained(table, state.opt_state)
@@ -203,11 +190,9 @@ def raise_on_all_processes(checkpoint: pathlib.Path, function: Callable[[], _T])
     except DamagedCheckpointError as error:
         damage = error
     is_damaged = multihost_utils.process_allgather(np.int32(damage is not None))
-    if damage is None and is_damaged.any():
+    if is_damaged.any():
         reason = f"process {is_damaged.argmax()} cannot read it"
-        damage = DamagedCheckpointError(checkpoint, reason)
-    if damage is not None:
-        raise damage
+        raise damage or DamagedCheckpointError(checkpoint, reason)
     return result
 
 
@@ -239,15 +224,14 @@ def _restore_items(
     if is_broadcast:
         # orbax's SingleReplicaArrayHandler would not do: if a file is damaged, its other processes
         # wait forever. Here, all have raised that before.
-        likes, structure = jax.tree.flatten(items)
-        arrays = jax.tree.leaves(restored) or [None] * len(likes)
-        results = []
-        for like, array in zip(likes, arrays, strict=True):
+        def receive(like: Any, array: Any = None) -> Any:
             shards = [] if array is None else [x.data for x in array.addressable_shards]
-            results.append(replicas.broadcast(like, like.sharding, shards))
+            result = replicas.broadcast(like, like.sharding, shards)
             if array is not None:
                 array.delete()
-        restored = jax.tree.unflatten(structure, results)
+            return result
+
+        restored = jax.tree.map(receive, items, *([restored] if restored else []))
     expected = checksums.unpadded_shapes(trainable.select_trained(table, table), restored)
     # Computing checksums is collective. It cannot hang, because every process has read its shards
     found = checksums.compute_on_devices(checksums.name_leaves(restored), expected)
@@ -256,11 +240,9 @@ def _restore_items(
 
 
 def _check_arrays(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[str, Any]) -> None:
-    """Compares arrays with the checkpoint's metadata. Raises: DamagedCheckpointError.
+    """Compares checksums, and shapes and dtypes of arrays, with the checkpoint's metadata, by name.
 
-    Args:
-        found: checksums of the arrays that were read, by name.
-        arrays: expected arrays, or their shapes and dtypes, by name.
+    Raises: DamagedCheckpointError.
     """
     written = read_meta(checkpoint).arrays
     for name, array in arrays.items():
@@ -284,8 +266,8 @@ def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore
     """Reads an item. orbax's handler, unlike its CheckpointManager, waits for no other process."""
     if not (checkpoint / item).is_dir():
         raise DamagedCheckpointError(checkpoint, f"{item} is missing")
+    silence_orbax_errors()
     try:
-        silence_orbax_errors()
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             return handler.restore(epath.Path(checkpoint / item), args=args)
     except jax.errors.JaxRuntimeError:
@@ -300,8 +282,7 @@ def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore
 def silence_orbax_errors() -> None:
     """Stops orbax from also printing the errors that it raises, from now on.
 
-    When one of many reads fails, orbax closes the event loop that the others report to. What it
-    logs about reads that are not waited for is hundreds of lines. Other output is unchanged.
+    When one of many reads or writes fails, it logs hundreds of lines about the others.
     """
     logging.getLogger("absl").addFilter(
         lambda record: "orbax" not in pathlib.Path(record.pathname).parts

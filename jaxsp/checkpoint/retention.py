@@ -8,7 +8,6 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
-from jaxsp.core.units import format_bytes
 from jaxsp.runtime import run_paths
 
 DELETING_SUFFIX = ".deleting"
@@ -57,16 +56,6 @@ def delete_superseded(
         renamed = directory / f"{step}{DELETING_SUFFIX}"
         (directory / str(step)).rename(renamed)
         shutil.rmtree(renamed, ignore_errors=True)  # the next start removes the rest
-
-
-def describe_shortage(directory: pathlib.Path, checkpoint_bytes: int) -> str:
-    """Formats the missing space after a failed write; empty if there is enough."""
-    free = free_bytes(directory)
-    if free is None or free >= checkpoint_bytes:
-        return ""
-    needed = format_bytes(checkpoint_bytes)
-    missing = format_bytes(checkpoint_bytes - free)
-    return f" ({needed} needed, {format_bytes(free)} free, {missing} missing)"
 
 
 def free_bytes(directory: pathlib.Path) -> int | None:

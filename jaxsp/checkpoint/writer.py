@@ -25,7 +25,7 @@ from jaxsp.checkpoint import checksums, reader, retention
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.run_storage import Uploads
-from jaxsp.core import files, host_memory
+from jaxsp.core import files, host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed
 from jaxsp.runtime import run_dir, run_paths
@@ -110,7 +110,7 @@ class WriteOutcome:
     failure: str | None
     """Reason of the failure; None if the checkpoint is complete."""
     upload_failure: str | None = None
-    """Reason why a complete checkpoint is not in the object store of the run."""
+    """Reason why a complete checkpoint is not in the run's object store."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -149,7 +149,7 @@ class CheckpointWriter:
         """Args:
         before_write: called before each checkpoint; if it raises, the write fails.
         eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
-        has_separate_folders: see make_handler.
+        has_separate_folders: see `make_handler`.
         uploads: those of a run in an object store.
         """
         self._directory = directory.absolute()
@@ -162,8 +162,8 @@ class CheckpointWriter:
         self._uploads = uploads
         self._num_bytes = 0
         """Bytes of a checkpoint's arrays; known from the first `save`."""
-        self._progress = (0, 0)
-        """MiB that all processes have written, and their progress of uploads, at the last poll."""
+        self._progress = 0
+        """MiB that all processes have written, or progress of their uploads, at the last poll."""
         self._pending: _PendingWrite | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._handler = make_handler(has_separate_folders=has_separate_folders)
@@ -233,23 +233,18 @@ class CheckpointWriter:
     ) -> None:
         """Records the loss of a checkpoint that was evaluated after it was written.
 
-        Process 0 writes it. A failure is printed; the checkpoint then ranks as one without a loss.
+        A failure is printed; the checkpoint then ranks as one without a loss.
 
         Args: early_stopping: state after that evaluation.
         """
         if not self._is_writer:
             return
+        fields: dict[str, Any] = {"eval_loss": loss, "eval_set": self._eval_set}
+        fields |= {"early_stopping": early_stopping, "has_pending_evaluation": False}
         try:
             self._before_write()
             path = self._directory / str(step)
-            meta = dataclasses.replace(
-                reader.read_meta(path),
-                eval_loss=loss,
-                eval_set=self._eval_set,
-                has_pending_evaluation=False,
-                early_stopping=early_stopping,
-            )
-            reader.write_meta(path, meta)
+            reader.write_meta(path, dataclasses.replace(reader.read_meta(path), **fields))
         except (OSError, UserError) as error:
             reason = reader.describe_error(error)
             distributed.log(f"checkpoint {step}: its loss could not be recorded: {reason}")
@@ -258,7 +253,7 @@ class CheckpointWriter:
         """Returns the outcome of the write once, when it has ended; otherwise None.
 
         All processes get the same result.
-        Moves: with several processes, 12 bytes between all of them while a write is pending.
+        Moves: with several processes, 8 bytes between all of them while a write is pending.
         """
         while (write := self._pending) is not None:
             if wait and write.future is not None:
@@ -292,14 +287,17 @@ class CheckpointWriter:
         if write.future is not None and not is_running:
             write.error = write.future.exception()
         status = _RUNNING if is_running else _DONE if write.error is None else _FAILED
-        uploaded = self._uploads.store.progress if self._uploads is not None else 0
-        own = np.array([status, read_bytes_written() // 2**20, uploaded % 2**20], np.int32)
-        statuses, written_mib, all_uploaded = multihost_utils.process_allgather(own).T
-        progress = (int(written_mib.sum()), int(all_uploaded.sum()))
-        has_progress = progress[0] > self._progress[0] + 1  # a progress bar writes less
-        if write.is_uploading:
-            has_progress = progress[1] != self._progress[1]
-        if has_progress and (write.is_uploading or self._status.activity.is_writing):
+        uploads = self._uploads if write.is_uploading else None
+        progress = read_bytes_written() // 2**20 if uploads is None else uploads.store.progress
+        own = np.array([status, progress % 2**20], np.int32)
+        statuses, all_progress = multihost_utils.process_allgather(own).T
+        progress = int(all_progress.sum())
+        if uploads is None:
+            # a progress bar writes less
+            has_progress = self._status.activity.is_writing and progress > self._progress + 1
+        else:
+            has_progress = progress != self._progress
+        if has_progress:
             self._status.heartbeat()
         self._progress = progress
         return statuses
@@ -395,7 +393,11 @@ class CheckpointWriter:
         if self._is_writer:
             # the next write removes what cannot be removed now
             shutil.rmtree(self._partial_path(step), ignore_errors=True)
-            reason += retention.describe_shortage(self._directory, self._num_bytes)
+            free = retention.free_bytes(self._directory)
+            if free is not None and free < self._num_bytes:
+                sizes = (self._num_bytes, free, self._num_bytes - free)
+                needed, left, missing = map(units.format_bytes, sizes)
+                reason += f" ({needed} needed, {left} free, {missing} missing)"
         return WriteOutcome(step=step, failure=reason)
 
     def _partial_path(self, step: int) -> pathlib.Path:

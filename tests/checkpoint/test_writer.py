@@ -121,6 +121,7 @@ def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplo
         with jax.log_compiles():
             store.save(state, make_meta(1))
         assert not [record.message for record in caplog.records if "Compiling" in record.message]
+        assert checksums._compile.cache_info().misses == before + 1
     arrays = {"master/a": weight["a"], "opt/a/mu": opt["a"]["mu"], "opt/a/nu": opt["a"]["nu"]}
     written = reader.read_meta(tmp_path / "1").arrays
     assert {name: leaf["digest"] for name, leaf in written.items()} == {
