@@ -125,17 +125,18 @@ def _compile(like: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.stages.C
 
 
 def _sum_bits(x: Array, shape: tuple[int, ...]) -> UInt32[Array, "two"]:
-    is_on_host = host_memory.is_on_host(x)
-
     def sum_block(block: Array, start: UInt32[Array, ""] | np.uint32) -> UInt32[Array, "two"]:
-        block = jnp.atleast_1d(host_memory.to_device(block) if is_on_host else block)
         bits = jax.lax.bitcast_convert_type(block, f"uint{8 * block.dtype.itemsize}")
         return _sum_block(bits.astype(jnp.uint32), shape or (1,), start)
 
-    if not is_on_host or len(shape) < 3:  # an array without layers is copied whole
-        return sum_block(x, np.uint32(0))
-    layers = jnp.arange(shape[0], dtype=jnp.uint32)
-    sums = jax.lax.map(lambda layer: sum_block(layer[1][None], layer[0]), (layers, x))
+    if not host_memory.is_on_host(x) or len(shape) < 3:  # an array without layers is copied whole
+        return sum_block(jnp.atleast_1d(host_memory.to_device(x)), np.uint32(0))
+
+    def sum_layer(layer: tuple[Array, Array]) -> UInt32[Array, "two"]:
+        start, x_layer = layer
+        return sum_block(host_memory.to_device(x_layer)[None], start)
+
+    sums = jax.lax.map(sum_layer, (jnp.arange(shape[0], dtype=jnp.uint32), x))
     return sums.sum(0, dtype=jnp.uint32)
 
 
