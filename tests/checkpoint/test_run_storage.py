@@ -62,7 +62,7 @@ def put(store, folder, name, content):
 
 
 def deny(*_, **__):
-    raise PermissionError("Access Denied")
+    raise PermissionError("Access Denied for secret-of-the-test")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def deny(*_, **__):
     [
         ("s3://missing/run", "bucket"),
         ("gs://bucket/run", "pip install"),
-        ("s3://bucket/run", "Access Denied"),
+        ("s3://bucket/run", "Access Denied for ***"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
@@ -81,7 +81,7 @@ def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
 
     def use_store():
         store = ObjectStore(url)
-        if reason == "Access Denied":
+        if url == "s3://bucket/run":
             monkeypatch.setattr(store._fs, "find", deny)
         store.list()
 
@@ -96,6 +96,7 @@ def test_an_outage_is_reported_once_and_ends_in_an_error_or_a_result(server, sto
     store.patience_s = 0.3
     with pytest.raises(UserError, match="connect"):
         store.list()
+    assert store.progress > 1, "of several attempts"
     capfd.readouterr()
     store.patience_s = 60.0
     timer = threading.Timer(0.5, server.start)
@@ -103,17 +104,6 @@ def test_an_outage_is_reported_once_and_ends_in_an_error_or_a_result(server, sto
     assert store.list() == {}
     timer.join()
     assert capfd.readouterr().err.count("Trying again") == 1
-
-
-def test_messages_contain_no_credentials(store, monkeypatch):
-    def fail(*_, **__):
-        raise PermissionError("denied for secret-of-the-test")
-
-    monkeypatch.setattr(store._fs, "find", fail)
-    with pytest.raises(UserError) as caught:
-        store.list()
-    assert "secret-of-the-test" not in str(caught.value)
-    assert "***" in str(caught.value)
 
 
 @pytest.mark.parametrize("num_requests", range(11))
@@ -163,6 +153,7 @@ def test_a_kill_between_two_requests_leaves_no_checkpoint_that_looks_complete(
         except KilledError:
             is_killed = True
     assert is_killed == (num_requests < 10)
+    assert is_killed or run_storage.find_steps(store.list()) == {3, 6}
     copy = tmp_path / "copy"
     run_storage.download(store, copy)
     for step in run_paths.list_steps(copy / "checkpoints"):
@@ -172,31 +163,6 @@ def test_a_kill_between_two_requests_leaves_no_checkpoint_that_looks_complete(
         assert contents[array] == (checkpoint / "meta/metadata").read_text()
         assert step < 6 or (copy / "metrics.jsonl").read_text() == "of step 6"
     assert run_paths.find_latest(copy) is not None
-
-
-def test_a_checkpoint_is_deleted_after_a_later_one_is_complete(store, tmp_path, monkeypatch):
-    uploads = Uploads(store, tmp_path, set())
-    write_checkpoint(tmp_path, 3)
-    upload(uploads, 3)
-    shutil.rmtree(tmp_path / "checkpoints/3")
-    uploads.finish()
-    write_checkpoint(tmp_path, 6)
-    uploads.upload_shards(6)
-    assert run_storage.find_steps(store.list()) == {3}
-    uploads.finish(6)
-    assert sorted(store.list()) == [
-        "checkpoints/6/master/manifest.ocdbt",
-        "checkpoints/6/meta/metadata",
-    ]
-
-
-def test_the_result_of_a_late_evaluation_is_uploaded(store, tmp_path):
-    uploads = Uploads(store, tmp_path, set())
-    write_checkpoint(tmp_path, 3)
-    upload(uploads, 3)
-    write_checkpoint(tmp_path, 3, meta='{"arrays": 1, "eval_loss": 2}')
-    uploads.finish()
-    assert store.read("checkpoints/3/meta/metadata") == b'{"arrays": 1, "eval_loss": 2}'
 
 
 def test_only_files_that_have_changed_are_uploaded_again(store, tmp_path, monkeypatch):
@@ -213,27 +179,20 @@ def test_only_files_that_have_changed_are_uploaded_again(store, tmp_path, monkey
     )
     write_checkpoint(tmp_path, 6)
     (tmp_path / "metrics.jsonl").write_text("2")
+    evaluated = tmp_path / "checkpoints/3/meta/metadata"
+    evaluated.write_text('{"arrays": 1, "eval_loss": 2}')
+    before = store.progress
+    (tmp_path / "large.txt").write_bytes(bytes(1000))
     upload(uploads, 6)
+    assert store.progress > before + 1000
     assert sorted(names) == [
+        "checkpoints/3/meta/metadata",
         "checkpoints/6/master/manifest.ocdbt",
         "checkpoints/6/meta/metadata",
+        "large.txt",
         "metrics.jsonl",
     ]
     assert store.read("metrics.jsonl") == b"2"
-
-
-def test_transfers_and_attempts_are_progress(server, store, tmp_path):
-    (tmp_path / "a").write_bytes(bytes(1000))
-    before = store.progress
-    store.upload(tmp_path, ["a"])
-    assert store.progress > before + 1000
-    server.stop()
-    before = store.progress
-    store.patience_s = 0.3
-    with pytest.raises(UserError):
-        store.list()
-    server.start()
-    assert store.progress > before + 1
 
 
 def run_session(url, machine, monkeypatch, write=lambda folder: None):
