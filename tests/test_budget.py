@@ -12,7 +12,7 @@ LIMITS = {
     "commands": 1725,
     "attention": 5797,
     "blocks": 2505,
-    "checkpoint": 1136,
+    "checkpoint": 1098,
     "config": 1856,
     "core": 750,
     "data": 7225,

@@ -38,9 +38,7 @@ def unpadded_shapes(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes without padding, by path.
 
-    Args:
-        items: trees of arrays, such as "master" and "opt".
-        like: name of the item with the weights.
+    Args: items: trees of arrays, such as "master" and "opt". like: name of that of the weights.
     """
 
     def shapes_like(param: Parameter, weight: Any, tree: Any) -> Any:
@@ -143,9 +141,7 @@ def _sum_bits(x: Array, shape: tuple[int, ...]) -> UInt32[Array, "two"]:
 def _sum_block(bits: Any, shape: tuple[int, ...], start: Any) -> Any:
     """Returns both sums of a block of an array, in uint32; NumPy's or JAX's.
 
-    Args:
-        shape: shape of the whole array, without padding.
-        start: index of the block in the first dim.
+    Args: shape: that of the whole array, without padding. start: index in its first dim.
     """
     xp: Any = np if isinstance(bits, np.ndarray) else jnp
     first, *others = xp.indices(bits.shape, dtype=np.uint32, sparse=True)

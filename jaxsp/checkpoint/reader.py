@@ -106,11 +106,7 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
 
 
 def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weights:
-    """Reads the trained weights, float32, into host memory, without padding.
-
-    Args: table: parameters of the model; frozen ones are ignored.
-    Raises: DamagedCheckpointError.
-    """
+    """Reads the trained weights, float32, without padding. Raises: DamagedCheckpointError."""
     table = trainable.select_trained(table, table)
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), table)
     stored = _read_item(checkpoint, run_paths.MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
@@ -155,11 +151,7 @@ def restore(
 
 
 def check_base(checkpoint: pathlib.Path, found: dict[str, str]) -> None:
-    """Checks that a checkpoint was trained on these frozen weights.
-
-    Args: found: result of `checksums.compute_frozen`.
-    Raises: UserError if one differs.
-    """
+    """Compares checksums of the frozen weights with a checkpoint's. Raises: UserError."""
     written = read_meta(checkpoint).base
     changed = [name for name in sorted({*found, *written}) if found.get(name) != written.get(name)]
     if changed:
@@ -180,10 +172,7 @@ def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:
 
 
 def raise_on_all_processes(checkpoint: pathlib.Path, function: Callable[[], _T]) -> _T:
-    """Calls a function that reads a checkpoint, in all processes, and returns its result.
-
-    Raises: DamagedCheckpointError in all processes if it is raised in one.
-    """
+    """Calls a function. Raises: DamagedCheckpointError in all processes if one raises it."""
     damage = None
     try:
         result = function()
@@ -222,8 +211,7 @@ def _restore_items(
 
     restored = raise_on_all_processes(checkpoint, read)
     if is_broadcast:
-        # orbax's SingleReplicaArrayHandler would not do: if a file is damaged, its other processes
-        # wait forever. Here, all have raised that before.
+        # With orbax's SingleReplicaArrayHandler, other processes wait forever if a file is damaged
         def receive(like: Any, array: Any = None) -> Any:
             shards = [] if array is None else [x.data for x in array.addressable_shards]
             result = replicas.broadcast(like, like.sharding, shards)
@@ -240,10 +228,7 @@ def _restore_items(
 
 
 def _check_arrays(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[str, Any]) -> None:
-    """Compares checksums, and shapes and dtypes of arrays, with the checkpoint's metadata, by name.
-
-    Raises: DamagedCheckpointError.
-    """
+    """Compares checksums, shapes and dtypes with the metadata. Raises: DamagedCheckpointError."""
     written = read_meta(checkpoint).arrays
     for name, array in arrays.items():
         if name not in written:
@@ -280,10 +265,7 @@ def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore
 
 @functools.cache
 def silence_orbax_errors() -> None:
-    """Stops orbax from also printing the errors that it raises, from now on.
-
-    When one of many reads or writes fails, it logs hundreds of lines about the others.
-    """
+    """Stops orbax from also printing its errors: hundreds of lines if one of many writes fails."""
     logging.getLogger("absl").addFilter(
         lambda record: "orbax" not in pathlib.Path(record.pathname).parts
     )

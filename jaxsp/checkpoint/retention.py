@@ -37,9 +37,7 @@ def delete_superseded(
     """Deletes checkpoints that are neither among the latest nor among the best.
 
     Only checkpoints with a loss on `eval_set` are ranked. Of equal losses, the later is better.
-    A numbered folder without a checkpoint's metadata stays.
-
-    Raises: OSError.
+    A numbered folder without a checkpoint's metadata stays. Raises: OSError.
     """
     steps = run_paths.list_steps(directory)
     steps = [step for step in steps if (directory / str(step) / reader.META_FILE).is_file()]

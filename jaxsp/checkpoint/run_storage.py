@@ -48,11 +48,7 @@ def make_local(text: str) -> str:
 
 
 def download(
-    store: ObjectStore,
-    folder: pathlib.Path,
-    *,
-    steps: set[int] | None = None,
-    is_old: bool = True,
+    store: ObjectStore, folder: pathlib.Path, *, steps: set[int] | None = None, is_old: bool = True
 ) -> None:
     """Makes a local copy equal to the store.
 

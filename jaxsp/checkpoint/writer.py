@@ -1,7 +1,6 @@
 """Asynchronous, atomic checkpoints, written while training continues."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -11,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
@@ -144,7 +144,6 @@ class CheckpointWriter:
         before_write: called before each checkpoint; if it raises, the write fails.
         eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
         has_separate_folders: see `make_handler`.
-        uploads: those of a run in an object store.
         """
         self._directory = directory.absolute()
         self._table = table
@@ -159,7 +158,7 @@ class CheckpointWriter:
         self._progress = 0
         """MiB that all processes have written, or progress of their uploads, at the last poll."""
         self._pending: _PendingWrite | None = None
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pool = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._handler = make_handler(has_separate_folders=has_separate_folders)
         self.compile_s = 0.0
         """Seconds that the last `save` waited for the checksum programs to compile."""
@@ -225,12 +224,7 @@ class CheckpointWriter:
     def record_eval(
         self, step: int, loss: float | None, *, early_stopping: EarlyStoppingState | None
     ) -> None:
-        """Records the loss of a checkpoint that was evaluated after it was written.
-
-        A failure is printed; the checkpoint then ranks as one without a loss.
-
-        Args: early_stopping: state after that evaluation.
-        """
+        """Records an evaluation after the checkpoint was written. A failure is only printed."""
         if not self._is_writer:
             return
         fields: dict[str, Any] = {"eval_loss": loss, "eval_set": self._eval_set}
@@ -244,16 +238,15 @@ class CheckpointWriter:
             distributed.log(f"checkpoint {step}: its loss could not be recorded: {reason}")
 
     def poll(self, *, wait: bool = False) -> WriteOutcome | None:
-        """Returns the outcome of the write once, when it has ended; otherwise None.
+        """Returns the outcome of the write once, in all processes, when it has ended.
 
-        All processes get the same result.
         Moves: with several processes, 8 bytes between all of them while a write is pending.
         """
         while (write := self._pending) is not None:
             if wait and write.future is not None:
                 is_watched = jax.process_count() == 1 and not self.is_uploading
                 timeout = None if is_watched else POLL_S
-                concurrent.futures.wait([write.future], timeout=timeout)
+                futures.wait([write.future], timeout=timeout)
             statuses = self._gather_statuses(write).tolist()
             if _RUNNING in statuses:
                 if wait:
@@ -370,10 +363,7 @@ class CheckpointWriter:
         self.write_s = (self.write_s or 0.0) + time.monotonic() - began
 
     def _end_failed(self, write: _PendingWrite, first: int) -> WriteOutcome:
-        """Returns the outcome of a failed write. Removes what was written, to free its space.
-
-        Args: first: index of the first process that failed.
-        """
+        """Removes what a failed write left. Args: first: index of the first failed process."""
         step = write.step
         if write.is_uploading:
             self._uploads = None
