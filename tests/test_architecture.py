@@ -19,7 +19,6 @@ LAYERS = (
     "config",
     "system",
     "runtime",
-    "storage",
     "attention data delta_rule experts objectives tasks",
     "blocks",
     "model",

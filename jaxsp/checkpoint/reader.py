@@ -26,6 +26,8 @@ from jaxsp.sharding import replicas, sharding
 from jaxsp.training import trainable
 from jaxsp.training.train_state import TrainState
 
+META_FILE = f"{run_paths.META}/metadata"
+
 _MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 
 _T = TypeVar("_T")
@@ -47,15 +49,12 @@ class CheckpointMeta:
     eval_loss: float | None = None
     """Loss on the eval set `eval_set`; None if not evaluated or not finite."""
     eval_set: dict[str, str] | None = None
-    """Name and digest of the eval set of `eval_loss`, as returned by evaluator.identify_eval_set.
-
-    Losses of two checkpoints are compared only if the digests are equal.
-    """
+    """Name and digest of the eval set of `eval_loss`. Only losses with one digest are compared."""
     has_pending_evaluation: bool = False
     """True if a stop skipped an evaluation that was due."""
     early_stopping: EarlyStoppingState | None = None
     base: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Checksums of the frozen weights, which the checkpoint does not contain: see base.py."""
+    """Checksums of the frozen weights, which the checkpoint does not contain."""
     arrays: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Checksum ("digest"), dtype and unpadded shape of each array, by its path in the state."""
 
@@ -75,10 +74,11 @@ class DamagedCheckpointError(UserError):
         super().__init__(f"{path}: the checkpoint is damaged: {reason}. {suggestion}")
 
 
-def to_json(meta: CheckpointMeta) -> str:
-    """Returns the text of a checkpoint's metadata file, which includes a checksum of its fields."""
+def write_meta(checkpoint: pathlib.Path, meta: CheckpointMeta) -> None:
+    """Writes a checkpoint's metadata atomically, with a checksum of its fields."""
     fields = dataclasses.asdict(meta)
-    return json.dumps({"digest": _checksum(fields), **fields}, allow_nan=False)
+    text = json.dumps({"digest": _checksum(fields), **fields}, allow_nan=False)
+    files.write_atomic(checkpoint / META_FILE, text)
 
 
 def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
@@ -86,36 +86,27 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
 
     Raises: DamagedCheckpointError; UserError for the fields of another version of jaxsp.
     """
-    name = f"{run_paths.META}/metadata"
     # Not with orbax: it would initialize JAX before the config sets the number of devices
-    fields = files.read_json(checkpoint / name)
+    fields = files.read_json(checkpoint / META_FILE)
     if fields is None:
-        is_file = (checkpoint / name).is_file()
-        reason = f"{name} is {'not a JSON object' if is_file else 'missing, or not a file'}"
+        is_file = (checkpoint / META_FILE).is_file()
+        reason = f"{META_FILE} is {'not a JSON object' if is_file else 'missing, or not a file'}"
         raise DamagedCheckpointError(checkpoint, reason)
-    checksum = fields.pop("digest", None)
-    if checksum != _checksum(fields):
-        raise DamagedCheckpointError(checkpoint, f"the contents of {name} have changed")
+    if fields.pop("digest", None) != _checksum(fields):
+        raise DamagedCheckpointError(checkpoint, f"the contents of {META_FILE} have changed")
     try:
         if fields.get("early_stopping"):
             fields["early_stopping"] = EarlyStoppingState(**fields["early_stopping"])
-        meta = CheckpointMeta(**fields)
-        if not isinstance(meta.rows_consumed, int):
-            raise TypeError
-        return meta
+        return CheckpointMeta(**fields)
     except TypeError:
         raise UserError(
-            f"{checkpoint}: {name} has other fields than this version of jaxsp writes. Use the "
-            "version that wrote it."
+            f"{checkpoint}: {META_FILE} has other fields than this version of jaxsp writes. Use "
+            "the version that wrote it."
         ) from None
 
 
 def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weights:
-    """Reads the trained weights, float32, into host memory, without padding.
-
-    Args: table: parameters of the model; frozen ones are ignored.
-    Raises: DamagedCheckpointError.
-    """
+    """Reads the trained weights, float32, without padding. Raises: DamagedCheckpointError."""
     table = trainable.select_trained(table, table)
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), table)
     stored = _read_item(checkpoint, run_paths.MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
@@ -127,17 +118,9 @@ def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weig
 
 
 def restore_weights(
-    checkpoint: pathlib.Path,
-    like: layers.Weights,
-    *,
-    table: layers.Weights,
-    frozen: layers.Weights,
+    checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights, frozen: layers.Weights
 ) -> layers.Weights:
-    """Restores weights with the shapes and shardings of `like`, on any mesh.
-
-    Args: frozen: the frozen weights (`trainable.select_frozen`), which checkpoints do not contain.
-    Raises: DamagedCheckpointError in all processes.
-    """
+    """Restores weights like `restore`."""
     items = {run_paths.MASTER: trainable.select_trained(table, like)}
     return trainable.merge(frozen, _restore_items(checkpoint, items, table)[run_paths.MASTER])
 
@@ -150,9 +133,9 @@ def restore(
     num_steps: int,
     frozen: layers.Weights | None = None,
 ) -> TrainState:
-    """Restores the state after `num_steps` steps, with the shapes and shardings of `like`.
+    """Restores the state after `num_steps` steps, with shapes and shardings of `like`, on any mesh.
 
-    Args: frozen: as in `restore_weights`; None if there are none.
+    Args: frozen: the frozen weights (`trainable.select_frozen`), which checkpoints do not contain.
     Raises: DamagedCheckpointError in all processes.
     """
     restored = _restore_items(checkpoint, list_items(like, table), table)
@@ -167,11 +150,21 @@ def restore(
     )
 
 
-def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:
-    """Returns the items of a checkpoint: trained weights, and their optimizer state.
+def check_base(checkpoint: pathlib.Path, found: dict[str, str]) -> None:
+    """Compares checksums of the frozen weights with a checkpoint's. Raises: UserError."""
+    written = read_meta(checkpoint).base
+    changed = [name for name in sorted({*found, *written}) if found.get(name) != written.get(name)]
+    if changed:
+        name = changed[0].partition("/")[2]
+        differ = f"and {len(changed) - 1} more differ" if len(changed) > 1 else "differs"
+        raise UserError(
+            f"{checkpoint}: was trained on another base: {name} {differ}. Use the model, "
+            "model.compute_dtype, adapter and run.seed of that run."
+        )
 
-    Without optimizer state (sgd) there is only one.
-    """
+
+def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:
+    """Returns the items of a checkpoint: trained weights, and their optimizer state if any."""
     items = {run_paths.MASTER: trainable.select_trained(table, state.master)}
     if jax.tree.leaves(state.opt_state):
         items[run_paths.OPT] = trainable.select_trained(table, state.opt_state)
@@ -179,21 +172,16 @@ def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:
 
 
 def raise_on_all_processes(checkpoint: pathlib.Path, function: Callable[[], _T]) -> _T:
-    """Calls a function that reads a checkpoint, in all processes, and returns its result.
-
-    Raises: DamagedCheckpointError in all processes if it is raised in one.
-    """
+    """Calls a function. Raises: DamagedCheckpointError in all processes if one raises it."""
     damage = None
     try:
         result = function()
     except DamagedCheckpointError as error:
         damage = error
     is_damaged = multihost_utils.process_allgather(np.int32(damage is not None))
-    if is_damaged.any() and damage is None:
+    if is_damaged.any():
         reason = f"process {is_damaged.argmax()} cannot read it"
-        damage = DamagedCheckpointError(checkpoint, reason)
-    if damage is not None:
-        raise damage
+        raise damage or DamagedCheckpointError(checkpoint, reason)
     return result
 
 
@@ -201,7 +189,6 @@ def _restore_items(
     checkpoint: pathlib.Path, items: dict[str, Any], table: layers.Weights
 ) -> dict[str, Any]:
     """Restores items with these shapes and shardings, and checks their checksums."""
-
     mesh = jax.tree.leaves(items)[0].sharding.mesh
     is_broadcast = replicas.is_broadcast(mesh)
 
@@ -215,69 +202,57 @@ def _restore_items(
     def read() -> dict[str, Any]:
         if replicas.find_readers(mesh).isdisjoint(mesh.local_devices):
             return {}
-        return {
-            item: _read_item(
-                checkpoint,
-                item,
-                ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(to_args, like)),
-            )
-            for item, like in items.items()
-        }
+        restored = {}
+        for item, like in items.items():
+            to = jax.tree.map(to_args, like)
+            args = ocp.args.PyTreeRestore(item=like, restore_args=to)
+            restored[item] = _read_item(checkpoint, item, args)
+        return restored
 
     restored = raise_on_all_processes(checkpoint, read)
     if is_broadcast:
-        # orbax's SingleReplicaArrayHandler would not do: if a file is damaged, its other processes
-        # wait forever. Here, all have raised that before.
-        likes, structure = jax.tree.flatten(items)
-        arrays = jax.tree.leaves(restored) or [None] * len(likes)
-        results = []
-        for like, array in zip(likes, arrays, strict=True):
+        # With orbax's SingleReplicaArrayHandler, other processes wait forever if a file is damaged
+        def receive(like: Any, array: Any = None) -> Any:
             shards = [] if array is None else [x.data for x in array.addressable_shards]
-            results.append(replicas.broadcast(like, like.sharding, shards))
+            result = replicas.broadcast(like, like.sharding, shards)
             if array is not None:
                 array.delete()
-        restored = jax.tree.unflatten(structure, results)
+            return result
+
+        restored = jax.tree.map(receive, items, *([restored] if restored else []))
     expected = checksums.unpadded_shapes(trainable.select_trained(table, table), restored)
-    shapes = {name: leaf.shape for name, leaf in expected.items()}
     # Computing checksums is collective. It cannot hang, because every process has read its shards
-    found = checksums.compute_on_devices(checksums.name_leaves(restored), shapes)
+    found = checksums.compute_on_devices(checksums.name_leaves(restored), expected)
     raise_on_all_processes(checkpoint, lambda: _check_arrays(checkpoint, found, expected))
     return restored
 
 
 def _check_arrays(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[str, Any]) -> None:
-    """Compares arrays with the checkpoint's metadata. Raises: DamagedCheckpointError.
-
-    Args:
-        found: checksums of the arrays that were read, by name.
-        arrays: expected arrays, or their shapes and dtypes, by name.
-    """
+    """Compares checksums, shapes and dtypes with the metadata. Raises: DamagedCheckpointError."""
     written = read_meta(checkpoint).arrays
     for name, array in arrays.items():
         if name not in written:
             raise DamagedCheckpointError(checkpoint, f"{name} was not written")
-        dtype = written[name]["dtype"]
-        shape = tuple(written[name]["shape"])
-        if (dtype, shape) != (str(array.dtype), array.shape):
-            reason = f"{name} was written as {dtype}{[*shape]}, not {array.dtype}{[*array.shape]}"
+        before = "{dtype}{shape}".format_map(written[name])
+        expected = f"{array.dtype}{[*array.shape]}"
+        if before != expected:
+            reason = f"{name} was written as {before}, not {expected}"
             raise DamagedCheckpointError(checkpoint, reason)
     changed = [name for name, checksum in found.items() if checksum != written[name]["digest"]]
     if changed:
         name = changed[0]
-        names = name if len(changed) == 1 else f"{name} and {len(changed) - 1} more"
-        raise DamagedCheckpointError(
-            checkpoint,
-            f"the bits of {names} have changed (checksum {found[name]}, "
-            f"written {written[name]['digest']})",
-        )
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        checksum_pair = f"checksum {found[name]}, written {written[name]['digest']}"
+        reason = f"the bits of {name}{more} have changed ({checksum_pair})"
+        raise DamagedCheckpointError(checkpoint, reason)
 
 
 def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore) -> Any:
     """Reads an item. orbax's handler, unlike its CheckpointManager, waits for no other process."""
     if not (checkpoint / item).is_dir():
         raise DamagedCheckpointError(checkpoint, f"{item} is missing")
+    silence_orbax_errors()
     try:
-        silence_orbax_errors()
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             return handler.restore(epath.Path(checkpoint / item), args=args)
     except jax.errors.JaxRuntimeError:
@@ -290,11 +265,7 @@ def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore
 
 @functools.cache
 def silence_orbax_errors() -> None:
-    """Stops orbax from also printing the errors that it raises, from now on.
-
-    When one of many reads fails, orbax closes the event loop that the others report to. What it
-    logs about reads that are not waited for is hundreds of lines. Other output is unchanged.
-    """
+    """Stops orbax from also printing its errors: hundreds of lines if one of many writes fails."""
     logging.getLogger("absl").addFilter(
         lambda record: "orbax" not in pathlib.Path(record.pathname).parts
     )
@@ -303,10 +274,10 @@ def silence_orbax_errors() -> None:
     )
 
 
-def _checksum(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
 def describe_error(error: BaseException) -> str:
     """Returns the first line of an orbax error, without the source locations at its end."""
     return errors.first_line(error).partition(" [")[0][:200].rstrip(".")
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

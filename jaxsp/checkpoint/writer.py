@@ -1,41 +1,99 @@
 """Asynchronous, atomic checkpoints, written while training continues."""
 
-import concurrent.futures
+import asyncio
 import contextlib
 import dataclasses
-import enum
+import functools
+import os
 import pathlib
+import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
-from jaxsp.checkpoint import array_writer, checksums, disk_space, files, reader
-from jaxsp.checkpoint.array_writer import ArrayWriter
+from jaxsp.checkpoint import checksums, reader, retention
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.core import files as core_files
-from jaxsp.core import host_memory
+from jaxsp.checkpoint.run_storage import Uploads
+from jaxsp.core import files, host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.run.early_stopping import EarlyStoppingState
-from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.storage.run_storage import Uploads
 from jaxsp.system import distributed
 from jaxsp.system.run_status import RunStatus, read_bytes_written
 from jaxsp.training import trainable
 from jaxsp.training.train_state import TrainState
 
+MIN_SLICED_BYTES = 2**20
+"""Minimum bytes per device for a replicated array to be written in slices, one from each device.
+
+orbax compiles a program that slices the array, for each shape and device: 56 programs in 5.7 s for
+the small weights of 2 layers on 8 virtual devices (2 shared CPU cores, 2026-11-23).
+"""
+
 POLL_S = 5.0
 """Seconds between two checks of a write that several processes wait for."""
 
-_RUNNING = 0
-_DONE = 1
-_FAILED = 2
+_RUNNING, _DONE, _FAILED = range(3)
+
+
+def make_handler(*, has_separate_folders: bool) -> ocp.PyTreeCheckpointHandler:
+    """Makes orbax's writer of arrays; all processes write their shards.
+
+    Args: has_separate_folders: processes may write to folders of their own, whose files are put
+        together later. orbax's OCDBT format needs one process that reads the files of all.
+    """
+    reader.silence_orbax_errors()
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICED_BYTES)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+        use_ocdbt=not has_separate_folders,
+        # Otherwise, on GPUs, the copies of all arrays are in XLA's pool of pinned host memory,
+        # whose limit leaves room only for what a step offloads
+        enable_pinned_host_transfer=False,
+    )
+
+
+def start_writes(
+    handler: ocp.PyTreeCheckpointHandler, folder: pathlib.Path, items: dict[str, Any]
+) -> list[Any]:
+    """Copies the arrays of a checkpoint to the host, and starts to write the copies.
+
+    The next step may reuse the arrays' memory after that.
+
+    Returns: the started writes ("commits") for `wait_for_commits`. After an error, the last one
+        raises it.
+    """
+    commits: list[Any] = []
+    try:
+        for name, item in items.items():
+            args = ocp.args.PyTreeSave(item)
+            commits += asyncio.run(handler.async_save(epath.Path(folder / name), args=args)) or []
+    except Exception as error:
+        failed: Future = Future()
+        failed.set_exception(error)
+        commits.append(failed)
+    return commits
+
+
+def wait_for_commits(commits: Sequence[Any]) -> None:
+    """Waits for all commits, even if one fails: only then can their files be removed.
+
+    Raises: the first error.
+    """
+    with contextlib.ExitStack() as stack:  # calls all, the first one last
+        for commit in commits:
+            stack.callback(commit.result)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,44 +104,19 @@ class WriteOutcome:
     failure: str | None
     """Reason of the failure; None if the checkpoint is complete."""
     upload_failure: str | None = None
-    """Reason why a complete checkpoint is not in the object store of the run."""
-
-
-class WriteStage(enum.Enum):
-    """Stages of a write. A stage starts when all processes have finished the one before it."""
-
-    PREPARING = enum.auto()
-    """Making folders (process 0)."""
-    WRITING = enum.auto()
-    """Copying the arrays, then writing them in the background."""
-    FINALIZING = enum.auto()
-    """Writing metadata, renaming, and deleting old checkpoints (process 0). A single process does
-    this at the end of WRITING."""
-    UPLOADING = enum.auto()
-    """Uploading the shards to the run's object store, if it has one."""
-    COMPLETING = enum.auto()
-    """Uploading the metadata (process 0)."""
+    """Reason why a complete checkpoint is not in the run's object store."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _PendingWrite:
     """Write that has not ended."""
 
-    meta: CheckpointMeta
-    items: dict[str, Any]
-    began: float
-    """Time of the call of `save` (time.monotonic)."""
-    stage: WriteStage = WriteStage.PREPARING
-    future: concurrent.futures.Future | None = None
+    step: int
+    stages: Iterator[Future | None]
+    future: Future | None = None
     """Background work of this process in this stage."""
     error: BaseException | None = None
-
-    def check_status(self) -> int:
-        if self.future is not None and self.error is None:
-            if not self.future.done():
-                return _RUNNING
-            self.error = self.future.exception()
-        return _DONE if self.error is None else _FAILED
+    is_uploading: bool = False
 
 
 class CheckpointWriter:
@@ -91,7 +124,8 @@ class CheckpointWriter:
 
     All processes write one checkpoint together, and call the same methods between the same steps.
     In these calls they agree on the state of the write: a disk that fails for one process fails for
-    all, and none waits for a process that has given up.
+    all, and none waits for a process that has given up. With orbax's CheckpointManager, the others
+    would wait at a barrier for up to 20 minutes (0.12.8).
     """
 
     def __init__(
@@ -99,7 +133,7 @@ class CheckpointWriter:
         directory: pathlib.Path,
         *,
         table: layers.Weights,
-        retention: CheckpointConfig,
+        config: CheckpointConfig,
         status: RunStatus | None = None,
         before_write: Callable[[], None] = lambda: None,
         eval_set: dict[str, str] | None = None,
@@ -109,32 +143,31 @@ class CheckpointWriter:
         """Args:
         before_write: called before each checkpoint; if it raises, the write fails.
         eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
-        has_separate_folders: see ArrayWriter.
-        uploads: those of a run in an object store.
+        has_separate_folders: see `make_handler`.
         """
         self._directory = directory.absolute()
         self._table = table
         self._trained = trainable.select_trained(table, table)
-        self._retention = retention
+        self._config = config
         self._status = status or RunStatus()
         self._before_write = before_write
         self._eval_set = eval_set
+        self._uploads = uploads
         self._num_bytes = 0
         """Bytes of a checkpoint's arrays; known from the first `save`."""
-        self._written_mib = 0
+        self._progress = 0
+        """MiB that all processes have written, or progress of their uploads, at the last poll."""
         self._pending: _PendingWrite | None = None
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._arrays = ArrayWriter(has_separate_folders=has_separate_folders)
-        self._compiling: concurrent.futures.Future | None = None
+        self._pool = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._handler = make_handler(has_separate_folders=has_separate_folders)
         self.compile_s = 0.0
         """Seconds that the last `save` waited for the checksum programs to compile."""
         self.write_s: float | None = None
         """Duration of the last write, without the waits for steps between its stages."""
-        self._uploads = uploads
         self._is_writer = run_dir.is_writer(self._directory)
         if self._is_writer:
             self._directory.mkdir(parents=True, exist_ok=True)
-            files.remove_leftovers(self._directory)
+            retention.remove_unfinished(self._directory)
 
     @property
     def steps(self) -> list[int]:
@@ -147,8 +180,7 @@ class CheckpointWriter:
 
         The next one is written after that, so that an upload finds the files that it needs.
         """
-        stages = (WriteStage.UPLOADING, WriteStage.COMPLETING)
-        return self._pending is not None and self._pending.stage in stages
+        return self._pending is not None and self._pending.is_uploading
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -158,7 +190,7 @@ class CheckpointWriter:
         can_wait = kind is None or jax.process_count() == 1
         if can_wait:
             self.poll(wait=True)
-            self._arrays.close()
+            self._handler.close()
         self._pool.shutdown(wait=can_wait)
 
     def compile_ahead(self, state: TrainState) -> None:
@@ -166,10 +198,7 @@ class CheckpointWriter:
         # shapes only: the first step reuses the memory of the arrays
         items = jax.tree.map(checksums.to_shape, reader.list_items(state, self._table))
         unpadded = checksums.unpadded_shapes(self._trained, items)
-        shapes = {name: leaf.shape for name, leaf in unpadded.items()}
-        self._compiling = self._pool.submit(
-            checksums.compile_programs, checksums.name_leaves(items), shapes
-        )
+        self._pool.submit(checksums.compile_programs, checksums.name_leaves(items), unpadded)
 
     def save(self, state: TrainState, meta: CheckpointMeta) -> WriteOutcome | None:
         """Starts to write a checkpoint, and returns when training may continue.
@@ -183,10 +212,10 @@ class CheckpointWriter:
         assert self._pending is None, "the previous write has not ended"
         assert meta.step not in self.steps, f"there is a checkpoint of step {meta.step} already"
         items = reader.list_items(state, self._table)
-        self._num_bytes = disk_space.tree_bytes(items)
+        self._num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
         meta = dataclasses.replace(meta, arrays=self._checksum_arrays(items))
-        self._pending = _PendingWrite(meta=meta, items=items, began=began)
-        self._start_stage(self._pending, WriteStage.PREPARING)
+        stages = self._write(items, meta, began)
+        self._pending = _PendingWrite(step=meta.step, stages=stages)
         has_host_arrays = any(
             leaf.sharding.memory_kind == host_memory.MEMORY_KIND for leaf in jax.tree.leaves(items)
         )
@@ -195,179 +224,180 @@ class CheckpointWriter:
     def record_eval(
         self, step: int, loss: float | None, *, early_stopping: EarlyStoppingState | None
     ) -> None:
-        """Records the loss of a checkpoint that was evaluated after it was written.
-
-        Process 0 writes it. A failure is printed; the checkpoint then ranks as one without a loss.
-
-        Args: early_stopping: state after that evaluation.
-        """
+        """Records an evaluation after the checkpoint was written. A failure is only printed."""
         if not self._is_writer:
             return
+        fields: dict[str, Any] = {"eval_loss": loss, "eval_set": self._eval_set}
+        fields |= {"early_stopping": early_stopping, "has_pending_evaluation": False}
         try:
             self._before_write()
             path = self._directory / str(step)
-            meta = dataclasses.replace(
-                reader.read_meta(path),
-                eval_loss=loss,
-                eval_set=self._eval_set,
-                has_pending_evaluation=False,
-                early_stopping=early_stopping,
-            )
-            files.write_meta(path, meta)
+            reader.write_meta(path, dataclasses.replace(reader.read_meta(path), **fields))
         except (OSError, UserError) as error:
             reason = reader.describe_error(error)
             distributed.log(f"checkpoint {step}: its loss could not be recorded: {reason}")
 
     def poll(self, *, wait: bool = False) -> WriteOutcome | None:
-        """Returns the outcome of the write once, when it has ended; otherwise None.
+        """Returns the outcome of the write once, in all processes, when it has ended.
 
-        All processes get the same result.
         Moves: with several processes, 8 bytes between all of them while a write is pending.
         """
         while (write := self._pending) is not None:
-            stage = write.stage
             if wait and write.future is not None:
                 is_watched = jax.process_count() == 1 and not self.is_uploading
                 timeout = None if is_watched else POLL_S
-                concurrent.futures.wait([write.future], timeout=timeout)
-            outcome = self._advance(write)
-            if outcome is not None or (write.stage == stage and not wait):
-                return outcome
-        return None
-
-    def _advance(self, write: _PendingWrite) -> WriteOutcome | None:
-        """Starts the next stage if all processes have finished this one.
-
-        Returns: the outcome if that was the last stage, or if a process has failed.
-        """
-        statuses = self._gather_statuses(write)
-        if (statuses == _RUNNING).any():
-            return None
-        if (statuses == _FAILED).any():
-            first = int(np.argmax(statuses == _FAILED))
-            if self.is_uploading:
+                futures.wait([write.future], timeout=timeout)
+            statuses = self._gather_statuses(write).tolist()
+            if _RUNNING in statuses:
+                if wait:
+                    continue
+                return None
+            if _FAILED in statuses:
                 self._pending = None
-                self._uploads = None
-                reason = str(write.error or f"process {first} could not upload its part")
-                return WriteOutcome(step=write.meta.step, failure=None, upload_failure=reason)
-            self._pending = None
-            return WriteOutcome(step=write.meta.step, failure=self._clean_up_failure(write, first))
-        if write.stage == WriteStage.PREPARING:
-            self._start_stage(write, WriteStage.WRITING)
-        elif write.stage == WriteStage.WRITING and jax.process_count() > 1:
-            self._start_stage(write, WriteStage.FINALIZING)
-        elif self._uploads is not None and not self.is_uploading:
-            self._start_stage(write, WriteStage.UPLOADING)
-        elif write.stage == WriteStage.UPLOADING:
-            self._start_stage(write, WriteStage.COMPLETING)
-        else:
-            self._pending = None
-            return WriteOutcome(step=write.meta.step, failure=None)
+                return self._end_failed(write, statuses.index(_FAILED))
+            write.future = None
+            try:
+                write.future = next(write.stages)
+            except StopIteration:
+                self._pending = None
+                return WriteOutcome(step=write.step, failure=None)
+            except Exception as error:  # _end_failed reports it
+                write.error = error
         return None
 
     def _gather_statuses(self, write: _PendingWrite) -> np.ndarray:
         """Returns the status of the stage in each process.
 
-        Bytes that any process has written count as progress of all that wait for it.
+        Progress of any process in writing or uploading counts for all that wait for it.
         """
-        own = np.array([write.check_status(), read_bytes_written() // 2**20], np.int32)
-        statuses, written_mib = multihost_utils.process_allgather(own).T
-        total_mib = int(written_mib.sum())
-        has_progress = total_mib > self._written_mib + 1  # a progress bar writes less
-        if self.is_uploading or (has_progress and self._status.activity.is_writing):
+        is_running = write.future is not None and not write.future.done()
+        if write.future is not None and not is_running:
+            write.error = write.future.exception()
+        status = _DONE if write.error is None else _FAILED
+        if is_running:
+            status = _RUNNING
+        uploads = self._uploads if write.is_uploading else None
+        progress = read_bytes_written() // 2**20 if uploads is None else uploads.store.progress
+        own = np.array([status, progress % 2**20], np.int32)
+        statuses, all_progress = multihost_utils.process_allgather(own).T
+        progress = int(all_progress.sum())
+        if uploads is None:
+            # a progress bar writes less
+            has_progress = self._status.activity.is_writing and progress > self._progress + 1
+        else:
+            has_progress = progress != self._progress
+        if has_progress:
             self._status.heartbeat()
-        self._written_mib = total_mib
+        self._progress = progress
         return statuses
 
-    def _start_stage(self, write: _PendingWrite, stage: WriteStage) -> None:
-        """Does the part of a stage that training waits for, and starts the rest."""
-        write.stage = stage
-        write.future = None
-        try:
-            match stage:
-                case WriteStage.PREPARING:
-                    self._before_write()
-                    if self._uploads is not None and write.meta.step in self._uploads.complete:
-                        self._uploads.delete(write.meta.step)
-                    if self._is_writer:
-                        files.make_dirs(self._partial_path(write.meta.step), write.items)
-                case WriteStage.WRITING:
-                    partial = self._partial_path(write.meta.step)
-                    commits, errors = self._arrays.copy(partial, write.items)
-                    write.items = {}
-                    write.future = self._pool.submit(self._finish_writing, write, commits, errors)
-                case WriteStage.FINALIZING if self._is_writer:
-                    write.future = self._pool.submit(self._time_finalize, write.meta)
-                case WriteStage.UPLOADING if self._uploads is not None:
-                    write.future = self._pool.submit(self._uploads.upload_shards, write.meta.step)
-                case WriteStage.COMPLETING if self._uploads is not None:
-                    write.future = self._pool.submit(self._uploads.finish, write.meta.step)
-        except Exception as error:  # _clean_up_failure reports it
-            write.error = error
+    def _write(
+        self, items: dict[str, Any], meta: CheckpointMeta, began: float
+    ) -> Iterator[Future | None]:
+        """Writes a checkpoint in stages. Each starts after all processes have finished the last.
 
-    def _finish_writing(
-        self, write: _PendingWrite, commits: Sequence[Any], errors: list[Exception]
-    ) -> None:
-        array_writer.wait_for_commits(commits, errors)
-        if jax.process_count() == 1:
-            self._finalize(write.meta)
-        self.write_s = time.monotonic() - write.began
+        Args: began: time of the call of `save` (time.monotonic).
+        Yields: background work of this process in each stage, the same number in all processes.
+        """
+        step = meta.step
+        partial = self._partial_path(step)
+        self._before_write()
+        if self._is_writer:
+            if partial.exists():
+                shutil.rmtree(partial)
+            for name in (*items, run_paths.META):
+                (partial / name).mkdir(parents=True)
+        yield None
+        commits = start_writes(self._handler, partial, items)
+        del items
 
-    def _time_finalize(self, meta: CheckpointMeta) -> None:
-        began = time.monotonic()
-        self._finalize(meta)
-        self.write_s = (self.write_s or 0.0) + time.monotonic() - began
+        def finish_writing() -> None:
+            wait_for_commits(commits)
+            if self._uploads is not None and step in self._uploads.complete:
+                self._uploads.delete(step)  # of a part of the run that is repeated
+            self.write_s = time.monotonic() - began
+
+        yield from self._submit(finish_writing, lambda: self._finalize(meta))
+        if self._uploads is not None:
+            assert self._pending is not None
+            self._pending.is_uploading = True
+            yield from self._submit(
+                self._uploads.claim,
+                functools.partial(self._uploads.upload_shards, step),
+                functools.partial(self._uploads.finish, step),
+            )
+
+    def _submit(self, *functions: Callable[[], None]) -> Iterator[Future]:
+        """Yields stages that call functions in the background.
+
+        A single process needs one stage for all of them, and no poll between two.
+        """
+        if jax.process_count() > 1:
+            for function in functions:
+                yield self._pool.submit(function)
+        else:
+            yield self._pool.submit(lambda: [function() for function in functions])
 
     def _finalize(self, meta: CheckpointMeta) -> None:
         """Completes a checkpoint that all processes have written, and deletes superseded ones."""
+        if not self._is_writer:
+            return
+        began = time.monotonic()
         partial = self._partial_path(meta.step)
-        self._arrays.finalize(partial)
-        files.write_meta(partial, meta)
+        for item in (run_paths.MASTER, run_paths.OPT):
+            if (partial / item).is_dir():
+                self._handler.finalize(epath.Path(partial / item))
+        reader.write_meta(partial, meta)
         partial.rename(self._directory / str(meta.step))
         # from here on the checkpoint is complete, whatever happens to older ones
         try:
-            files.record_complete(self._directory, meta.step)
-            files.delete_superseded(self._directory, self._retention, self._eval_set)
+            files.sync_dir(self._directory)  # its name survives a power failure
+            last = self._directory.parent / run_paths.LAST_CHECKPOINT_FILE
+            files.write_json(last, {"step": meta.step})
+            retention.delete_superseded(self._directory, self._config, self._eval_set)
         except OSError as error:
             distributed.log(
                 f"checkpoint {meta.step} is complete, but it could not be recorded, or an older "
                 f"one could not be deleted: {reader.describe_error(error)}"
             )
+        self.write_s = (self.write_s or 0.0) + time.monotonic() - began
 
-    def _clean_up_failure(self, write: _PendingWrite, first: int) -> str:
-        """Returns the reason of a failure. Removes what was written, to free its space.
-
-        Args: first: index of the first process that failed.
-        """
-        step = write.meta.step
+    def _end_failed(self, write: _PendingWrite, first: int) -> WriteOutcome:
+        """Removes what a failed write left. Args: first: index of the first failed process."""
+        step = write.step
+        if write.is_uploading:
+            self._uploads = None
+            reason = str(write.error or f"process {first} could not upload its part")
+            return WriteOutcome(step=step, failure=None, upload_failure=reason)
         reason = f"process {first} could not write its part"
         if write.error is not None:
-            reason = array_writer.describe_failure(write.error)
+            # TensorStore puts the system's error code after long paths
+            code = re.search(r"os_error_code='(\d+)'", str(write.error))
+            reason = os.strerror(int(code[1])) if code else reader.describe_error(write.error)
             if jax.process_index() > 0:
                 distributed.log(f"checkpoint {step}: {reason}")
         if self._is_writer:
             # the next write removes what cannot be removed now
             shutil.rmtree(self._partial_path(step), ignore_errors=True)
-            reason += disk_space.describe_shortage(self._directory, self._num_bytes)
-        return reason
+            free = retention.free_bytes(self._directory)
+            if free is not None and free < self._num_bytes:
+                sizes = (self._num_bytes, free, self._num_bytes - free)
+                needed, left, missing = map(units.format_bytes, sizes)
+                reason += f" ({needed} needed, {left} free, {missing} missing)"
+        return WriteOutcome(step=step, failure=reason)
 
     def _partial_path(self, step: int) -> pathlib.Path:
-        return self._directory / f"{step}{core_files.PARTIAL_SUFFIX}"
+        return self._directory / f"{step}{files.PARTIAL_SUFFIX}"
 
     def _checksum_arrays(self, items: dict[str, Any]) -> dict[str, dict[str, Any]]:
         unpadded = checksums.unpadded_shapes(self._trained, items)
         arrays = checksums.name_leaves(items)
-        shapes = {name: leaf.shape for name, leaf in unpadded.items()}
         began = time.monotonic()
-        status: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self.write_s is None:  # the first checkpoint
-            status = self._status.compiling("checksums")
-        with status:
-            if self._compiling is not None:
-                self._compiling.result()
-            checksums.compile_programs(arrays, shapes)
+        with self._status.compiling("checksums"):  # which takes time before the first checkpoint
+            # in the thread, after what `compile_ahead` has started there
+            self._pool.submit(checksums.compile_programs, arrays, unpadded).result()
         self.compile_s = time.monotonic() - began
-        digests = checksums.compute_on_devices(arrays, shapes)
+        digests = checksums.compute_on_devices(arrays, unpadded)
         return {
             name: {"digest": digests[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
             for name, leaf in unpadded.items()

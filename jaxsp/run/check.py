@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.config import yaml_io
 from jaxsp.core import errors
 from jaxsp.data.data_config import DataConfig
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
-from jaxsp.run.run_config import CheckpointConfig, RunConfig
+from jaxsp.run.run_config import RunConfig
 from jaxsp.tasks.eval_config import EvalConfig
 
 _EVAL_SUGGESTION = (

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 from jaxsp.attention.strategies.attention_config import AttentionConfig
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.config import config_file
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.config_file import read, save
@@ -16,7 +17,7 @@ from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVE
 from jaxsp.optimizers.registry import OPTIMIZER, Optimizer
 from jaxsp.run import check
-from jaxsp.run.run_config import CheckpointConfig, RunConfig
+from jaxsp.run.run_config import RunConfig
 from jaxsp.run.trackers.logging_config import LoggingConfig
 from jaxsp.system.mesh_config import MeshConfig
 from jaxsp.tasks.eval_config import EvalConfig

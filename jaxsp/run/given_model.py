@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxsp.blocks import layers
-from jaxsp.checkpoint import base, reader
+from jaxsp.checkpoint import checksums, reader, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder
@@ -16,7 +16,6 @@ from jaxsp.run import build, config_file, initial_weights, resume
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel
 from jaxsp.runtime import run_paths
-from jaxsp.storage import run_storage
 from jaxsp.training import train_state, trainable
 
 
@@ -122,7 +121,7 @@ class GivenModel:
         trained = dataclasses.replace(spec, config=spec.config.change(compute_dtype=dtype))
         frozen = initial_weights.open_sources(trained, resolved.model_folder, None).make_frozen()
         table = trainable.select_frozen(trained.table, trained.table)
-        base.check(self.checkpoint, base.compute_checksums(table, frozen))
+        reader.check_base(self.checkpoint, checksums.compute_frozen(table, frozen))
         if trained.dtype != spec.dtype:  # the base was checked as training rounded it
             del frozen  # a device may not hold both
             frozen = initial_weights.open_sources(spec, resolved.model_folder, None).make_frozen()

@@ -12,7 +12,7 @@ import numpy as np
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.layers import Parameter, RowGroups
-from jaxsp.checkpoint import base
+from jaxsp.checkpoint import checksums, reader
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, weights
 from jaxsp.hf.weights import WeightReader
@@ -48,19 +48,30 @@ def merge_base(
         )
     source = folder.find(config.model.source)
     plain_table = decoder.plain_table(model)
-    reader = weights.open_folder(source, plain_table)
+    base = weights.open_folder(source, plain_table)
     table = trainable.build_table(model, config.step)
 
     def open_weight(path: tuple[Any, ...], param: Parameter) -> ReadLayer:
         array: Any = trained
         if not param.is_trainable:
-            return functools.partial(_read_frozen, reader, param)
+            return functools.partial(_read_frozen, base, param)
         for key in path:
             array = array[key.key]
         return lambda layer: array if layer is None else array[param.find(layer)]
 
     read = {_key(x): open_weight(path, x) for path, x in jax.tree.leaves_with_path(table)}
-    base.check_readable(checkpoint, table, lambda param: read[_key(param)])
+
+    def compute_checksum(param: Parameter) -> Any:
+        """Checksum of a frozen weight as training stored it; all of its layers are in memory."""
+        read_layer = read[_key(param)]
+        if param.layers is None:
+            array = read_layer(None)
+        else:
+            array = np.stack([read_layer(layer) for layer in param.layers])
+        return jax.tree.map(checksums.compute_on_host, quantization.encode(param, array))
+
+    found = {"base": jax.tree.map(compute_checksum, trainable.select_frozen(table, table))}
+    reader.check_base(checkpoint, checksums.name_leaves(found))
     merge = functools.partial(_merge_weight, read, model.lora)
     return plain_table, jax.tree.map(merge, plain_table)
 

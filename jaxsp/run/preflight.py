@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import pathlib
 import time
 from collections.abc import Callable
 
@@ -12,14 +13,16 @@ import rich.console
 import rich.status
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import disk_space, files, reader
+from jaxsp.checkpoint import reader, retention
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import format_bytes
 from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
 from jaxsp.memory.memory_causes import StepMemory
+from jaxsp.run import checkpoint_schedule, resume, selfcheck
 from jaxsp.run import console as output
-from jaxsp.run import resume, selfcheck
 from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.run import Run
 from jaxsp.runtime import run_dir, run_paths
@@ -108,8 +111,8 @@ def finish_run(run: Run) -> None:
     if run.is_resume and run_dir.is_writer(run.directory):
         checkpoints = run.directory / run_paths.CHECKPOINTS_DIR
         try:
-            files.remove_leftovers(checkpoints)
-            files.delete_superseded(checkpoints, run.config.checkpoint, run.ranking_eval_set)
+            retention.remove_unfinished(checkpoints)
+            retention.delete_superseded(checkpoints, run.config.checkpoint, run.ranking_eval_set)
         except OSError as error:
             reason = reader.describe_error(error)
             distributed.log(f"{checkpoints}: an old checkpoint could not be deleted: {reason}")
@@ -123,17 +126,59 @@ def report_checks(run: Run, console: rich.console.Console) -> None:
     spec = run.spec
     lines: list[str | None] = [*selfcheck.check_device(spec)]
     if jax.process_index() == 0:
-        state = train_state.abstract_inputs(spec)[0]
-        checkpoints = run.directory / run_paths.CHECKPOINTS_DIR
-        warning = disk_space.check(
-            run.config,
-            checkpoint_bytes=disk_space.tree_bytes(reader.list_items(state, spec.table)),
-            num_steps=spec.num_steps - run.start.step,
-            leftover_bytes=files.leftover_bytes(checkpoints),
+        items = reader.list_items(train_state.abstract_inputs(spec)[0], spec.table)
+        warning = check_space(
+            run.directory,
+            run.config.checkpoint,
+            checkpoint_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(items)),
+            num_checkpoints=checkpoint_schedule.count(
+                run.config.run, spec.num_steps - run.start.step
+            ),
         )
         lines.append(warning)
     for line in filter(None, lines):
         output.print_line(console, line)
+
+
+def check_space(
+    directory: pathlib.Path,
+    config: CheckpointConfig,
+    *,
+    checkpoint_bytes: int,
+    num_checkpoints: int,
+) -> str | None:
+    """Compares the free space in a run directory with the space that checkpoints need.
+
+    Their bytes count uncompressed, because it is unknown how much zstd leaves. Unfinished
+    checkpoints count as free: they are removed before the first one is written.
+
+    Args: num_checkpoints: number that the run will write at most.
+    Returns: a warning if the disk is too small for all checkpoints that exist at the same time, one
+        of them half written; otherwise None.
+    Raises: UserError if the disk is too small for one more checkpoint.
+    """
+    free = retention.free_bytes(directory)
+    if free is None:
+        return None
+    checkpoints = directory / run_paths.CHECKPOINTS_DIR
+    for unfinished in retention.list_unfinished(checkpoints):
+        free += sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
+    if free < checkpoint_bytes:
+        raise UserError(
+            f"run.directory = {directory}: a checkpoint takes {format_bytes(checkpoint_bytes)}, "
+            f"but only {format_bytes(free)} are free. Free some space, or use a folder on another "
+            "disk."
+        )
+    num_kept = config.keep_latest + config.keep_best
+    num_missing = num_kept + 1 - len(run_paths.list_steps(checkpoints))
+    num_more = max(1, min(num_missing, num_checkpoints))
+    if free < checkpoint_bytes * num_more:
+        return (
+            f"warning: the disk may become full: {format_bytes(free)} are free in {directory}, and "
+            f"the run may need space for {num_more} more checkpoints of "
+            f"{format_bytes(checkpoint_bytes)} at the same time"
+        )
+    return None
 
 
 def compile_step(spec: StepSpec, console: rich.console.Console) -> RunStep:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Sequence
 
@@ -10,11 +11,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.checkpoint import files
+from jaxsp.checkpoint import run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import yaml_io
-from jaxsp.core import errors, paths, urls
-from jaxsp.core import files as core_files
+from jaxsp.core import errors, files, paths, urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
@@ -25,8 +25,7 @@ from jaxsp.run import config_changes, config_file
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_paths
-from jaxsp.storage import run_storage
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.system import run_lock
 
 _NO_START = -2
@@ -103,7 +102,7 @@ def _find_own_checkpoint(
             f"all its checkpoints are damaged; they are in {damaged}. Put a copy of one into "
             f"{checkpoints}, {elsewhere}"
         )
-    last = core_files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
+    last = files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
     if last is not None:
         raise UserError(
             f"this run has written a checkpoint after step {last.get('step')}, but {checkpoints} "
@@ -157,13 +156,31 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     """
     problem = f"{damage.path} IS DAMAGED: {damage.reason}."
     if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
-        moved = files.set_aside(damage.path)
+        moved = set_aside(damage.path)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
     with at("run.resume", run.resume):
         source = run_storage.make_local(run.resume)
     if run_paths.find_latest(source) == pathlib.Path(source).resolve():
         raise damage
     return f"{problem} It was not moved; the run resumes from the checkpoint before it."
+
+
+def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
+    """Moves a damaged checkpoint to the run's damaged/ folder, and returns its new path.
+
+    All processes must call this together.
+    """
+    folder = checkpoint.parent.parent / run_paths.DAMAGED_DIR
+    target = folder / checkpoint.name
+    numbers = itertools.count(2)
+    while target.exists():
+        target = folder / f"{checkpoint.name}-{next(numbers)}"
+    multihost_utils.sync_global_devices("all have chosen the same target")
+    if run_dir.is_writer(checkpoint):
+        folder.mkdir(exist_ok=True)
+        checkpoint.rename(target)
+    multihost_utils.sync_global_devices("the checkpoint is moved")
+    return target
 
 
 def find_model_dir(checkpoint: pathlib.Path) -> pathlib.Path | None:

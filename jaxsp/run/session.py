@@ -8,15 +8,14 @@ from collections.abc import Iterator
 
 import rich.console
 
-from jaxsp.checkpoint import schedule
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing.loader import StepCounts
+from jaxsp.run import checkpoint_schedule, references, run_summary, starts, stored_run
 from jaxsp.run import console as output
-from jaxsp.run import references, run_summary, starts
+from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.evaluations import Evaluations
 from jaxsp.run.metrics import MetricsWriter
@@ -28,7 +27,6 @@ from jaxsp.run.step_log import StepLog
 from jaxsp.run.trackers.tracker import Outcome
 from jaxsp.run.trackers.trackers import Trackers
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.storage import run_storage
 from jaxsp.system.preemption import Preemption
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
@@ -75,7 +73,7 @@ class Session:
         is_resume = self.files.is_resume
         # Ask process 0 only: other nodes may have an old copy of the checkpoint's metadata cached
         is_pending = is_resume and self.run.start.has_pending_evaluation
-        is_pending = bool(schedule.broadcast_from_first(float(is_pending)))
+        is_pending = bool(checkpoint_schedule.broadcast_from_first(float(is_pending)))
         is_first = self.run.config.run.eval_at_start and not is_resume
         if is_first:
             self.early_stopping.expect_evaluation()
@@ -302,13 +300,13 @@ def open_session(
         checkpoints = CheckpointWriter(
             directory / run_paths.CHECKPOINTS_DIR,
             table=spec.table,
-            retention=config.checkpoint,
+            config=config.checkpoint,
             status=status,
             # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
             before_write=metrics.sync,
             eval_set=eval_set,
             has_separate_folders=run_dir.may_be_separate(config.run),
-            uploads=run_storage.uploads.get(directory.resolve()),
+            uploads=stored_run.uploads.get(directory.resolve()),
         )
         stack.enter_context(checkpoints)
         trace = ProfilerTrace(directory / "profile", config.logging.profile_steps)

@@ -10,10 +10,9 @@ import rich.console
 
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
-from jaxsp.run import build, data_preparation, jax_limits, preview, resume, trainer
+from jaxsp.run import build, data_preparation, jax_limits, preview, resume, stored_run, trainer
 from jaxsp.run.config_file import Config
 from jaxsp.runtime import run_paths
-from jaxsp.storage import run_storage
 from jaxsp.system import compilation_cache, distributed, hardware, run_lock
 from jaxsp.system.cluster import Process
 from jaxsp.system.preemption import Preemption
@@ -48,7 +47,7 @@ def train(args: argparse.Namespace, config: Config, process: Process) -> None:
         folder = run_paths.local_dir(config.run)
         with (
             run_lock.lock(folder, config_path=args.config, name=config.run.directory),
-            run_storage.open_run(config.run),
+            stored_run.open_run(config.run.directory, folder),
             Watchdog(
                 status,
                 step_timeout=config.run.step_timeout,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import rich.console
 
 from jaxsp.blocks import layers
-from jaxsp.checkpoint import base, reader
+from jaxsp.checkpoint import checksums, reader
 from jaxsp.run import banner, preflight, references, starts
 from jaxsp.run import console as output
 from jaxsp.run.preflight import StepFunction
@@ -76,7 +76,7 @@ def _make_state(run: Run) -> tuple[TrainState, dict[str, str]]:
     checkpoint = run.start.checkpoint
     if checkpoint is None:
         state = train_state.init_state(spec, run.weights.make())
-        return state, base.compute_checksums(spec.table, state.master)
+        return state, checksums.compute_frozen(spec.table, state.master)
     state = reader.restore(
         checkpoint,
         train_state.abstract_inputs(spec)[0],
@@ -84,8 +84,8 @@ def _make_state(run: Run) -> tuple[TrainState, dict[str, str]]:
         num_steps=run.start.step,
         frozen=run.weights.make_frozen(),
     )
-    base_checksums = base.compute_checksums(spec.table, state.master)
-    base.check(checkpoint, base_checksums)
+    base_checksums = checksums.compute_frozen(spec.table, state.master)
+    reader.check_base(checkpoint, base_checksums)
     return state, base_checksums
 
 

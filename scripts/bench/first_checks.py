@@ -28,8 +28,7 @@ from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload
-from jaxsp.checkpoint import array_writer, reader
-from jaxsp.checkpoint.array_writer import ArrayWriter
+from jaxsp.checkpoint import reader, writer
 from jaxsp.core import host_memory
 from jaxsp.core.units import GIB
 from jaxsp.memory import available_memory
@@ -112,14 +111,14 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
         return jax.tree.map(add, arrays)
 
     step = jax.jit(update, donate_argnums=0, out_shardings=shardings).lower(state).compile()
-    writer = ArrayWriter(has_separate_folders=False)
+    handler = writer.make_handler(has_separate_folders=False)
     began = time.perf_counter()
-    commits, failures = writer.copy(folder, {run_paths.MASTER: state})
+    commits = writer.start_writes(handler, folder, {run_paths.MASTER: state})
     copy_s = time.perf_counter() - began
     jax.block_until_ready(step(state))  # as the next training step does
-    array_writer.wait_for_commits(commits, failures)
-    writer.finalize(folder)
-    writer.close()
+    writer.wait_for_commits(commits)
+    handler.finalize(folder / run_paths.MASTER)
+    handler.close()
     restore_args = {
         name: ocp.ArrayRestoreArgs(sharding=place, global_shape=(num_rows, 1024), dtype=np.float32)
         for name, place in shardings.items()

@@ -1,6 +1,7 @@
 """Retention of checkpoints, recording of evaluations, and compilation ahead of the first write."""
 
-import json
+import threading
+import types
 
 import jax
 import numpy as np
@@ -8,12 +9,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
-from jaxsp.checkpoint import checksums, files, reader
+from jaxsp.checkpoint import checksums, reader, retention
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.run.early_stopping import EarlyStoppingState
-from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.runtime import run_paths
+from jaxsp.system.run_status import RunStatus
 from jaxsp.training.train_state import TrainState
 from tests import batches
 
@@ -35,10 +37,9 @@ def make_meta(step, loss=None, eval_set=None, **fields):
 
 def make_store(folder, *metas, eval_set, **keep):
     for meta in metas:
-        path = folder / str(meta.step) / run_paths.META
-        path.mkdir(parents=True)
-        (path / "metadata").write_text(reader.to_json(meta))
-    return CheckpointWriter(folder, table={}, retention=CheckpointConfig(**keep), eval_set=eval_set)
+        (folder / str(meta.step) / run_paths.META).mkdir(parents=True)
+        reader.write_meta(folder / str(meta.step), meta)
+    return CheckpointWriter(folder, table={}, config=CheckpointConfig(**keep), eval_set=eval_set)
 
 
 def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
@@ -51,9 +52,10 @@ def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
         make_meta(5, 0.2, HELD_OUT | {"digest": "other documents"}),
         make_meta(6),
     ]
-    store = make_store(tmp_path, *metas, eval_set=HELD_OUT, keep_latest=1, keep_best=1)
-    retention = CheckpointConfig(keep_latest=1, keep_best=1)
-    assert files.find_superseded(tmp_path, store.steps, retention, HELD_OUT) == [1, 2, 4, 5]
+    make_store(tmp_path, *metas, eval_set=HELD_OUT)
+    keep = CheckpointConfig(keep_latest=1, keep_best=1)
+    retention.delete_superseded(tmp_path, keep, HELD_OUT)
+    assert run_paths.list_steps(tmp_path) == [3, 6]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +71,11 @@ def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
 )
 def test_latest_and_best_checkpoints_are_kept(tmp_path, losses, keep, deleted):
     metas = [make_meta(step, loss, HELD_OUT) for step, loss in enumerate(losses, 1)]
-    store = make_store(tmp_path, *metas, eval_set=HELD_OUT, **keep)
+    make_store(tmp_path, *metas, eval_set=HELD_OUT)
     (tmp_path / "2000").mkdir()  # without metadata: not a checkpoint
-    retention = CheckpointConfig(**keep)
-    assert files.find_superseded(tmp_path, store.steps, retention, HELD_OUT) == deleted
+    retention.delete_superseded(tmp_path, CheckpointConfig(**keep), HELD_OUT)
+    kept = {*range(1, len(losses) + 1), 2000} - {*deleted}
+    assert run_paths.list_steps(tmp_path) == sorted(kept)
 
 
 def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tmp_path):
@@ -110,13 +113,14 @@ def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplo
     opt = {"a": {"mu": weight["a"] + 1, "nu": weight["a"] + 2}}
     state = TrainState(master=weight, opt_state=opt, step=np.int32(1))
     before = checksums._compile.cache_info().misses
-    with CheckpointWriter(tmp_path, table=table, retention=CheckpointConfig()) as store:
+    with CheckpointWriter(tmp_path, table=table, config=CheckpointConfig()) as store:
         store.compile_ahead(state)
-        store._compiling.result()
+        store._pool.submit(int).result()  # after the compilation
         assert checksums._compile.cache_info().misses == before + 1
         with jax.log_compiles():
             store.save(state, make_meta(1))
         assert not [record.message for record in caplog.records if "Compiling" in record.message]
+        assert checksums._compile.cache_info().misses == before + 1
     arrays = {"master/a": weight["a"], "opt/a/mu": opt["a"]["mu"], "opt/a/nu": opt["a"]["nu"]}
     written = reader.read_meta(tmp_path / "1").arrays
     assert {name: leaf["digest"] for name, leaf in written.items()} == {
@@ -124,10 +128,29 @@ def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplo
     }
 
 
-def test_metadata_without_a_data_set_is_read(tmp_path):
-    make_store(tmp_path, make_meta(3), eval_set=None)
-    path = tmp_path / "3/meta/metadata"
-    fields = json.loads(path.read_text())
-    del fields["eval_set"], fields["digest"]
-    path.write_text(json.dumps({"digest": reader._checksum(fields), **fields}))
-    assert reader.read_meta(tmp_path / "3") == make_meta(3)
+def test_an_upload_without_progress_is_no_heartbeat(tmp_path):
+    place = NamedSharding(batches.mesh(1, 1, 1), PartitionSpec())
+    weight = {"a": jax.device_put(np.zeros((4, 4), np.float32), place)}
+    state = TrainState(master=weight, opt_state={}, step=np.int32(1))
+    status = RunStatus()
+    event = threading.Event()  # which the upload waits for
+    progress = types.SimpleNamespace(progress=0)
+    uploads = types.SimpleNamespace(complete=(), store=progress, claim=event.wait)
+    uploads.upload_shards = uploads.finish = lambda step: None
+    with CheckpointWriter(
+        tmp_path,
+        table={"a": Parameter(shape=(4, 4), hf_name="a")},
+        config=CheckpointConfig(),
+        status=status,
+        uploads=uploads,
+    ) as store:
+        store.save(state, make_meta(1))
+        while not store.is_uploading:
+            assert store.poll() is None
+        before = status.activity.last_progress
+        store.poll()
+        assert status.activity.last_progress == before
+        progress.progress += 1
+        store.poll()
+        assert status.activity.last_progress > before
+        event.set()

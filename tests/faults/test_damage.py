@@ -72,7 +72,7 @@ def change_meta(saved, folder, name, key, value):
     meta = reader.read_meta(copy)
     leaf = next(leaf for leaf in meta.arrays if leaf.startswith(name))
     meta.arrays[leaf][key] = value
-    (copy / run_paths.META / "metadata").write_text(reader.to_json(meta))
+    reader.write_meta(copy, meta)
     return copy, leaf
 
 

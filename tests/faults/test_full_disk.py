@@ -13,11 +13,11 @@ import jax
 import pytest
 import rich.console
 
-from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, config_file, trainer
+from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.metrics import MetricsWriter
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.jsonl import AppendFile

@@ -11,12 +11,15 @@ pytestmark = pytest.mark.e2e
 SCRIPT = """
 import os, pathlib, sys
 import jax
-from jaxsp.checkpoint import files, reader
-from jaxsp.checkpoint.array_writer import ArrayWriter
+from jaxsp.checkpoint import reader, writer
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config import run_schema
+
 from jaxsp.system import cluster, device_mesh, distributed, jax_platform
 from jaxsp.runtime import run_paths
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.system import cluster, device_mesh, distributed, jax_platform
+from jaxsp.runtime import run_paths
+from jaxsp.run import resume
 from jaxsp.sharding import sharding
 from jaxsp.training import train_state, weight_init
 from jaxsp.training.specs import StepSpec
@@ -56,17 +59,16 @@ def break_method(owner, name, process):
 
 
 if fault == "copy":
-    break_method(ArrayWriter, "copy", 1)
+    break_method(writer, "start_writes", 1)
 elif fault == "_finalize":
     break_method(CheckpointWriter, "_finalize", 0)
-retention = run_schema.CheckpointConfig()
-with CheckpointWriter(folder, table=spec.table, retention=retention) as writer:
+with CheckpointWriter(folder, table=spec.table, config=CheckpointConfig()) as store:
     if fault != "read":
-        outcome = writer.save(state, meta(2)) or writer.poll(wait=True)
+        outcome = store.save(state, meta(2)) or store.poll(wait=True)
         print("RESULT first:", outcome.failure, flush=True)
         is_broken = False
-    assert writer.save(state, meta(4)) is None
-    while (outcome := writer.poll()) is None:
+    assert store.save(state, meta(4)) is None
+    while (outcome := store.poll()) is None:
         pass
     print("RESULT then:", outcome, sorted(path.name for path in folder.iterdir()), flush=True)
 shapes = train_state.abstract_inputs(spec)[0]
@@ -83,7 +85,7 @@ try:
     print("RESULT restored", flush=True)
 except reader.DamagedCheckpointError as damage:
     print("RESULT damaged:", damage.reason, flush=True)
-    moved = files.set_aside(damage.path).name
+    moved = resume.set_aside(damage.path).name
     print("RESULT moved:", moved, run_paths.find_latest(folder), flush=True)
 distributed.shutdown()
 """

@@ -10,13 +10,13 @@ import pytest
 import safetensors.numpy
 
 from jaxsp import export
+from jaxsp.checkpoint import run_storage
 from jaxsp.core import exit_codes
 from jaxsp.runtime import run_paths
-from jaxsp.storage import run_storage
-from jaxsp.storage.object_store import ObjectStore
+from jaxsp.system.object_store import ObjectStore
 from tests import commands, two_processes
+from tests.checkpoint import store_server
 from tests.faults import kills
-from tests.storage import store_server
 
 pytestmark = pytest.mark.e2e
 
@@ -36,8 +36,8 @@ class StoreRun(kills.Run):
         return commands.start_python(
             "-c",
             "from jaxsp import cli, train\n"
-            "from jaxsp.storage import run_storage\n"
-            f"run_storage.PATIENCE_S = {patience_s}\n"
+            "from jaxsp.run import stored_run\n"
+            f"stored_run.PATIENCE_S = {patience_s}\n"
             "cli.run_command(train.main)",
             self.config,
             f"run.directory={URL}",

@@ -14,13 +14,13 @@ from jaxsp.attention.attend import as_kernel, make_attend
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.memory import memory_compile, memory_problems
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
 from jaxsp.run import config_file, selfcheck
-from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options, train_state, train_step, weight_init
 from jaxsp.training.specs import make_spec
@@ -216,7 +216,7 @@ def test_a_run_continues_during_a_save_and_resumes_from_it(gpu, option, tmp_path
     rows = batches.put_on_mesh(ROWS, spec.mesh)
     state, _ = run(state, rows)
     meta = CheckpointMeta(config={}, model={}, data={}, step=1, rows_consumed=0, num_tokens_total=0)
-    with CheckpointWriter(tmp_path, table=spec.table, retention=CheckpointConfig()) as store:
+    with CheckpointWriter(tmp_path, table=spec.table, config=CheckpointConfig()) as store:
         store.save(state, meta)
         state, expected = run(state, rows)
     restored = reader.restore(

@@ -17,7 +17,7 @@ import safetensors.numpy
 import jaxsp
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.checkpoint import disk_space, reader
+from jaxsp.checkpoint import reader
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, writer
 from jaxsp.model import adapters, decoder
@@ -110,8 +110,8 @@ def test_a_checkpoint_has_the_trained_weights_only(straight):
 
 def test_the_disk_needs_space_for_the_trained_weights_only(straight, monkeypatch):
     needed = []
-    check = lambda config, *, checkpoint_bytes, **others: needed.append(checkpoint_bytes)
-    monkeypatch.setattr(disk_space, "check", check)
+    check = lambda *_, checkpoint_bytes, **others: needed.append(checkpoint_bytes)
+    monkeypatch.setattr(preflight, "check_space", check)
     inputs = build.build_training(settings(straight), devices=jax.devices())
     preflight.report_checks(inputs, rich.console.Console(quiet=True))
     arrays = reader.read_meta(straight / f"run/checkpoints/{STEPS}").arrays

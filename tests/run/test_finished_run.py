@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from jaxsp.checkpoint import files
+from jaxsp.checkpoint import reader
+from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.run import preflight, resume
 from jaxsp.run.run import StartPoint
@@ -21,7 +22,7 @@ def write_checkpoints(run, *steps):
         folder = run / "checkpoints" / str(step)
         (folder / run_paths.META).mkdir(parents=True)
         (folder / run_paths.MASTER).mkdir()
-        files.write_meta(folder, make_meta(step))
+        reader.write_meta(folder, make_meta(step))
 
 
 def test_a_run_that_is_done_deletes_what_a_kill_has_left(tmp_path):
@@ -53,7 +54,7 @@ def test_a_run_whose_checkpoints_have_vanished_stops(tmp_path, damage):
     (run / "metrics.jsonl").touch()
     assert resume.find_checkpoint(config) is None, "a run that was killed before the first"
     write_checkpoints(run, 8)
-    files.record_complete(checkpoints, 8)
+    files.write_json(run / run_paths.LAST_CHECKPOINT_FILE, {"step": 8})
     assert resume.find_checkpoint(config) == checkpoints / "8"
     if damage == "partial":
         shutil.rmtree(checkpoints / "8")

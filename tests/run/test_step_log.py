@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.run import build, config_file, step_log, trainer
 from jaxsp.run import progress as progress_module
+from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.progress import Progress
 from jaxsp.run.step_log import EndTime
 from jaxsp.system import distributed

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import axes, host_memory
-from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.sharding import host_offload, replicas
 from jaxsp.training.train_state import TrainState
 from tests import batches, two_processes
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_read_by_the_first_replica(tmp_path, monkeypatch):
     opt = {"a": {"mu": weight["a"] + 1, "nu": -0.0 * weight["a"]}}
     step = jax.device_put(np.int32(1), NamedSharding(place.mesh, PartitionSpec()))
     state = TrainState(master=weight, opt_state=opt, step=step)
-    with CheckpointWriter(tmp_path, table=table, retention=CheckpointConfig()) as store:
+    with CheckpointWriter(tmp_path, table=table, config=CheckpointConfig()) as store:
         store.save(state, make_meta(1))
     monkeypatch.setattr(replicas, "find_readers", lambda mesh: {*mesh.devices[0].flat})
     placed = []
@@ -100,7 +100,8 @@ import json, os, pathlib, sys
 import jax, numpy as np
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.run.run_config import CheckpointConfig
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.system import cluster, device_mesh, distributed, jax_platform
 from jaxsp.training import weight_init
@@ -135,7 +136,7 @@ step = jax.device_put(np.int32(1), jax.NamedSharding(mesh, jax.P()))
 master = {name: weights[name] for name in trained}
 state = TrainState(master=master, opt_state={}, step=step)
 folder = pathlib.Path(sys.argv[1])
-with CheckpointWriter(folder, table=trained, retention=CheckpointConfig()) as store:
+with CheckpointWriter(folder, table=trained, config=CheckpointConfig()) as store:
     store.save(state, make_meta(1))
 read_item = reader._read_item
 items = []

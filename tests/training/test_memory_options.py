@@ -11,6 +11,7 @@ import pytest
 from jaxsp.attention.kernels.kernel import KernelSettings
 from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import host_memory, units
@@ -27,7 +28,6 @@ from jaxsp.memory import (
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
-from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.runtime import run_paths
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import step_gradients, train_state, train_step
@@ -232,9 +232,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
     ]
     assert {leaf.sharding.memory_kind for leaf in averages} == {host_memory.MEMORY_KIND}
     meta = CheckpointMeta(config={}, model={}, data={}, step=2, rows_consumed=0, num_tokens_total=0)
-    with CheckpointWriter(
-        tmp_path, table=offloaded.spec.table, retention=CheckpointConfig()
-    ) as store:
+    with CheckpointWriter(tmp_path, table=offloaded.spec.table, config=CheckpointConfig()) as store:
         store.save(state, meta)
         assert (tmp_path / "2" / run_paths.MASTER).is_dir(), (
             "written before the next step takes its memory"

@@ -11,12 +11,12 @@ import pytest
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import host_memory
 from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
 from jaxsp.planner.cost import comms
-from jaxsp.run.run_config import CheckpointConfig
 from jaxsp.sharding import host_offload
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
@@ -194,7 +194,7 @@ def test_a_checkpoint_resumes_on_another_mesh(name, tmp_path):
     mesh = batches.mesh(1, 1, 3)
     meta = CheckpointMeta(config={}, model={}, data={}, step=5, rows_consumed=0, num_tokens_total=0)
     step = jax.device_put(np.int32(NUM_STEPS), jax.tree.leaves(state)[0].sharding)
-    with CheckpointWriter(tmp_path, table=TABLE, retention=CheckpointConfig()) as store:
+    with CheckpointWriter(tmp_path, table=TABLE, config=CheckpointConfig()) as store:
         # the writer's state is given back to the next step: save copies
         copy = jax.tree.map(jnp.copy, (master, state))
         store.save(TrainState(master=copy[0], opt_state=copy[1], step=step), meta)

@@ -25,8 +25,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import columnar, json_records
 from jaxsp.data.ingest.columnar import LocatedRecord, Select
-from jaxsp.storage.object_store import ObjectStore
 from jaxsp.system import distributed
+from jaxsp.system.object_store import ObjectStore
 
 TEXT_SUFFIXES = ".txt .md .text .rst .tex .html .htm .xml .log .py .yaml .yml".split()
 """Suffixes of plain text; a missing file with such a name is not looked up on the hub."""

@@ -10,11 +10,11 @@ import pytest
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.ingest import sources
-from jaxsp.storage.object_store import ObjectStore
+from jaxsp.system.object_store import ObjectStore
+from tests.checkpoint import store_server
+from tests.checkpoint.store_server import BUCKET
 from tests.data.source_configs import make_source
 from tests.messages import assert_names
-from tests.storage import store_server
-from tests.storage.store_server import BUCKET
 
 DATA = DataConfig(train=(make_source(source="unused", format="text"),), row_tokens=8)
 

@@ -7,15 +7,16 @@ import time
 
 import pytest
 
+from jaxsp.checkpoint import run_storage
+from jaxsp.checkpoint.run_storage import Uploads
 from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.run import stored_run
 from jaxsp.run.run_config import RunConfig
 from jaxsp.runtime import run_paths
-from jaxsp.storage import object_store, run_storage
-from jaxsp.storage.object_store import ObjectStore
-from jaxsp.storage.run_storage import Uploads
-from jaxsp.system import run_lock
-from tests.storage import store_server
-from tests.storage.store_server import BUCKET
+from jaxsp.system import object_store, run_lock
+from jaxsp.system.object_store import ObjectStore
+from tests.checkpoint import store_server
+from tests.checkpoint.store_server import BUCKET
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,7 @@ def write_checkpoint(folder, step, content="weights", meta='{"arrays": 1}'):
 
 
 def upload(uploads, step):
+    uploads.claim()
     uploads.upload_shards(step)
     uploads.finish(step)
 
@@ -60,7 +62,7 @@ def put(store, folder, name, content):
 
 
 def deny(*_, **__):
-    raise PermissionError("Access Denied")
+    raise PermissionError("Access Denied for secret-of-the-test")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def deny(*_, **__):
     [
         ("s3://missing/run", "bucket"),
         ("gs://bucket/run", "pip install"),
-        ("s3://bucket/run", "Access Denied"),
+        ("s3://bucket/run", "Access Denied for ***"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
@@ -79,7 +81,7 @@ def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
 
     def use_store():
         store = ObjectStore(url)
-        if reason == "Access Denied":
+        if url == "s3://bucket/run":
             monkeypatch.setattr(store._fs, "find", deny)
         store.list()
 
@@ -94,6 +96,7 @@ def test_an_outage_is_reported_once_and_ends_in_an_error_or_a_result(server, sto
     store.patience_s = 0.3
     with pytest.raises(UserError, match="connect"):
         store.list()
+    assert store.progress > 1, "of several attempts"
     capfd.readouterr()
     store.patience_s = 60.0
     timer = threading.Timer(0.5, server.start)
@@ -103,18 +106,7 @@ def test_an_outage_is_reported_once_and_ends_in_an_error_or_a_result(server, sto
     assert capfd.readouterr().err.count("Trying again") == 1
 
 
-def test_messages_contain_no_credentials(store, monkeypatch):
-    def fail(*_, **__):
-        raise PermissionError("denied for secret-of-the-test")
-
-    monkeypatch.setattr(store._fs, "find", fail)
-    with pytest.raises(UserError) as caught:
-        store.list()
-    assert "secret-of-the-test" not in str(caught.value)
-    assert "***" in str(caught.value)
-
-
-@pytest.mark.parametrize("num_requests", range(24))
+@pytest.mark.parametrize("num_requests", range(11))
 def test_a_kill_between_two_requests_leaves_no_checkpoint_that_looks_complete(
     store, tmp_path, monkeypatch, num_requests
 ):
@@ -160,7 +152,8 @@ def test_a_kill_between_two_requests_leaves_no_checkpoint_that_looks_complete(
                 upload(uploads, step)
         except KilledError:
             is_killed = True
-    assert is_killed == (num_requests < 23)
+    assert is_killed == (num_requests < 10)
+    assert is_killed or run_storage.find_steps(store.list()) == {3, 6}
     copy = tmp_path / "copy"
     run_storage.download(store, copy)
     for step in run_paths.list_steps(copy / "checkpoints"):
@@ -172,29 +165,34 @@ def test_a_kill_between_two_requests_leaves_no_checkpoint_that_looks_complete(
     assert run_paths.find_latest(copy) is not None
 
 
-def test_a_checkpoint_is_deleted_after_a_later_one_is_complete(store, tmp_path, monkeypatch):
+def test_only_files_that_have_changed_are_uploaded_again(store, tmp_path, monkeypatch):
     uploads = Uploads(store, tmp_path, set())
+    for name in ("config.yaml", "metrics.jsonl", "model/tokenizer.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
     write_checkpoint(tmp_path, 3)
     upload(uploads, 3)
-    shutil.rmtree(tmp_path / "checkpoints/3")
-    uploads.finish()
+    names = []
+    put = ObjectStore.upload
+    monkeypatch.setattr(
+        ObjectStore, "upload", lambda self, *args: (names.extend(args[1]), put(self, *args))
+    )
     write_checkpoint(tmp_path, 6)
-    uploads.upload_shards(6)
-    assert run_storage.find_steps(store.list()) == {3}
-    uploads.finish(6)
-    assert sorted(store.list()) == [
+    (tmp_path / "metrics.jsonl").write_text("2")
+    evaluated = tmp_path / "checkpoints/3/meta/metadata"
+    evaluated.write_text('{"arrays": 1, "eval_loss": 2}')
+    before = store.progress
+    (tmp_path / "large.txt").write_bytes(bytes(1000))
+    upload(uploads, 6)
+    assert store.progress > before + 1000
+    assert sorted(names) == [
+        "checkpoints/3/meta/metadata",
         "checkpoints/6/master/manifest.ocdbt",
         "checkpoints/6/meta/metadata",
+        "large.txt",
+        "metrics.jsonl",
     ]
-
-
-def test_the_result_of_a_late_evaluation_is_uploaded(store, tmp_path):
-    uploads = Uploads(store, tmp_path, set())
-    write_checkpoint(tmp_path, 3)
-    upload(uploads, 3)
-    write_checkpoint(tmp_path, 3, meta='{"arrays": 1, "eval_loss": 2}')
-    uploads.finish()
-    assert store.read("checkpoints/3/meta/metadata") == b'{"arrays": 1, "eval_loss": 2}'
+    assert store.read("metrics.jsonl") == b"2"
 
 
 def run_session(url, machine, monkeypatch, write=lambda folder: None):
@@ -202,7 +200,7 @@ def run_session(url, machine, monkeypatch, write=lambda folder: None):
     monkeypatch.setenv("XDG_CACHE_HOME", str(machine))
     config = RunConfig(directory=url, steps=1)
     folder = run_paths.local_dir(config)
-    with run_lock.lock(folder), run_storage.open_run(config):
+    with run_lock.lock(folder), stored_run.open_run(url, folder):
         write(folder)
     return folder
 
@@ -212,7 +210,7 @@ def test_the_later_checkpoint_counts_on_every_machine(url, store, tmp_path, monk
         (folder / "config.yaml").write_text("a: 1")
         (folder / "metrics.jsonl").write_text("of a")
         write_checkpoint(folder, 3)
-        upload(run_storage.uploads[folder], 3)
+        upload(stored_run.uploads[folder], 3)
 
     folder_a = run_session(url, tmp_path / "a", monkeypatch, start)
     # as after a kill or an outage: newer than the store
@@ -229,7 +227,7 @@ def test_the_later_checkpoint_counts_on_every_machine(url, store, tmp_path, monk
         assert (folder / "checkpoints/3/master/manifest.ocdbt").read_text() == "weights"
         (folder / "metrics.jsonl").write_text("of b")
         write_checkpoint(folder, 6)
-        upload(run_storage.uploads[folder], 6)
+        upload(stored_run.uploads[folder], 6)
 
     run_session(url, tmp_path / "b", monkeypatch, continue_on_b)
     write_checkpoint(folder_a, 5, meta="of a branch that has ended")
@@ -241,7 +239,7 @@ def test_the_later_checkpoint_counts_on_every_machine(url, store, tmp_path, monk
 def test_a_run_that_ends_in_an_outage_needs_attention_and_is_uploaded_later(
     server, url, store, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(run_storage, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(stored_run, "PATIENCE_S", 0.3)
 
     def lose_store(folder):
         (folder / "config.yaml").touch()
@@ -275,13 +273,28 @@ def test_a_url_with_other_files_is_refused_and_unchanged(url, store, tmp_path, m
     assert [*store.list()] == ["thesis.pdf"]
 
 
+def test_a_job_that_died_before_its_first_checkpoint_was_complete_can_start_again(
+    url, store, tmp_path, monkeypatch
+):
+    """Process 1 uploads a shard only after process 0 has claimed the store."""
+    folder = tmp_path / "killed"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    write_checkpoint(folder, 3)
+    uploads = Uploads(store, folder, set())
+    uploads.claim()
+    uploads.upload_shards(3)
+    run_session(url, tmp_path / "a", monkeypatch)
+    assert sorted(store.list()) == ["config.yaml", "run_id"]
+
+
 def test_another_run_at_the_url_than_in_the_local_copy_is_refused(
     url, store, tmp_path, monkeypatch
 ):
     def start(folder):
         (folder / "config.yaml").touch()
         write_checkpoint(folder, 1)
-        upload(run_storage.uploads[folder], 1)
+        upload(stored_run.uploads[folder], 1)
 
     run_session(url, tmp_path / "a", monkeypatch, start)
     for name in store.list():

@@ -23,6 +23,7 @@ def _request(method: Callable) -> Callable:
     def call(self: "ObjectStore", *args: Any, **kwargs: Any) -> Any:
         deadline = None
         while True:
+            self._transfers.relative_update(1)
             try:
                 return method(self, *args, **kwargs)
             except UserError:
@@ -65,6 +66,13 @@ class ObjectStore:
         except ImportError:
             raise UserError(f"run pip install 'jaxsp[{scheme}]'.") from None
         self._fs = dirfs.DirFileSystem(root, fs)
+        self._transfers = fsspec.Callback()
+        self._transfers.branched = lambda *_, **__: self._transfers  # one for all files
+
+    @property
+    def progress(self) -> int:
+        """Number that grows with each attempt of a request and with the bytes of files."""
+        return self._transfers.value
 
     @_request
     def list(self, name: str = "", *, is_glob: bool = False) -> dict[str, dict[str, Any]]:
@@ -90,7 +98,8 @@ class ObjectStore:
 
     @_request
     def _put(self, folder: pathlib.Path, names: Sequence[str]) -> None:
-        self._fs.put([str(folder / name) for name in names], names, batch_size=_NUM_TRANSFERS)
+        sources = [str(folder / name) for name in names]
+        self._fs.put(sources, names, batch_size=_NUM_TRANSFERS, callback=self._transfers)
 
     def download(self, paths: Mapping[str, pathlib.Path], sizes: Mapping[str, int]) -> None:
         """Downloads objects. Args: paths: by the names of objects. sizes: of those that are whole

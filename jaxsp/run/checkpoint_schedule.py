@@ -15,6 +15,11 @@ from jaxsp.run.run_config import RunConfig
 from jaxsp.training.train_state import TrainState
 
 
+def count(run: RunConfig, num_steps: int) -> int:
+    """Returns the number of checkpoints that are written in a number of steps, at most."""
+    return num_steps // (run.save_steps or 1) + 1 if run.save_every else 1
+
+
 class CheckpointSchedule:
     """Writes checkpoints when they are due, identically in all processes.
 

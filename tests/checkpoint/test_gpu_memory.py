@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint._src.serialization import replica_slices
 
-from jaxsp.checkpoint import array_writer, reader
-from jaxsp.checkpoint.array_writer import ArrayWriter
+from jaxsp.checkpoint import reader, writer
 from jaxsp.core.host_memory import MEMORY_KIND
 from jaxsp.runtime import run_paths
 
@@ -29,11 +28,11 @@ def test_no_copy_of_a_checkpoint_is_in_the_pool_for_offloaded_arrays(
         return transfer(arrays, *args, **kwargs)
 
     monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", spy_on_transfer)
-    writer = ArrayWriter(has_separate_folders=False)
-    commits, failures = writer.copy(tmp_path, {run_paths.MASTER: {"a": weight}})
-    array_writer.wait_for_commits(commits, failures)
-    writer.finalize(tmp_path)
-    writer.close()
+    handler = writer.make_handler(has_separate_folders=False)
+    commits = writer.start_writes(handler, tmp_path, {run_paths.MASTER: {"a": weight}})
+    writer.wait_for_commits(commits)
+    handler.finalize(tmp_path / run_paths.MASTER)
+    handler.close()
     assert transferred == [(1, False)]
 
     kinds = []
