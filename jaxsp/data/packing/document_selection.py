@@ -35,51 +35,39 @@ class Chunk:
     """Targets of the tokens before: the tokens themselves unless the records have labels."""
     weights: np.ndarray | None
     """Weight of the loss of predicting each token."""
-    per_record: int = 1
-    """Number of documents of a record."""
 
 
 def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) -> list[Chunk]:
     """Returns the stored documents of a dataset. Args: stats: checksums of the ids, if known."""
-    per_record = count_documents_per_record(dataset)
-    tokens = list(record_cache.read_lists(dataset, "tokens"))
-    labels = tokens
-    if "labels" in dataset.column_names:
-        labels = list(record_cache.read_lists(dataset, "labels"))
-    assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(tokens, labels, strict=True)), (
-        "a label for each token"
-    )
-    weights: list[np.ndarray] | list[None] = [None] * len(tokens)
-    if "weights" in dataset.column_names:
-        weights = [values for _, values in record_cache.read_lists(dataset, "weights")]
-
-    def check_ids(column: str, lists: list[tuple[np.ndarray, np.ndarray]]) -> list[CheckedIds]:
-        ids = [values for _, values in lists]
-        return list(map(CheckedIds, ids)) if stats is None else stats.check_blocks(column, ids)
-
-    checked_tokens = check_ids("tokens", tokens)
-    checked_labels = checked_tokens if labels is tokens else check_ids("labels", labels)
-    offsets_of_documents = [offsets for offsets, _ in tokens]
-    if per_record == 2:
-        firsts = dataset.data.column(FIRST_TOKENS).to_numpy()
-        ends = np.cumsum([len(offsets) - 1 for offsets in offsets_of_documents])
-        parts = np.split(firsts, ends[:-1])
-        for chunk, (offsets, first) in enumerate(zip(offsets_of_documents, parts, strict=True)):
+    lists = {
+        name: list(record_cache.read_lists(dataset, name))
+        for name in ("tokens", "labels", "weights")
+        if name in dataset.column_names
+    }
+    ids = {}
+    for name in lists.keys() - {"weights"}:
+        arrays = [values for _, values in lists[name]]
+        is_known = stats is not None
+        ids[name] = stats.check_blocks(name, arrays) if is_known else [*map(CheckedIds, arrays)]
+    has_pairs = count_documents_per_record(dataset) == 2
+    first_tokens = dataset.data.column(FIRST_TOKENS).to_numpy() if has_pairs else None
+    chunks = []
+    for number, parts in enumerate(zip(*lists.values(), strict=True)):
+        offsets = parts[0][0]
+        assert all(np.array_equal(offsets, other) for other, _ in parts), "a label for each token"
+        if first_tokens is not None:
+            first, first_tokens = np.split(first_tokens, [len(offsets) - 1])
             starts = np.stack([offsets[:-1], offsets[:-1] + first], axis=1)
-            offsets_of_documents[chunk] = np.append(starts.ravel(), offsets[-1])
-    return [
-        Chunk(
+            offsets = np.append(starts.ravel(), offsets[-1])
+        chunk = Chunk(
             starts=offsets[:-1],
             lengths=np.diff(offsets),
-            per_record=per_record,
-            tokens=chunk_tokens,
-            labels=chunk_labels,
-            weights=chunk_weights,
+            tokens=ids["tokens"][number],
+            labels=ids.get("labels", ids["tokens"])[number],
+            weights=lists["weights"][number][1] if "weights" in lists else None,
         )
-        for offsets, chunk_tokens, chunk_labels, chunk_weights in zip(
-            offsets_of_documents, checked_tokens, checked_labels, weights, strict=True
-        )
-    ]
+        chunks.append(chunk)
+    return chunks
 
 
 def count_documents_per_record(dataset: "datasets.Dataset") -> int:
@@ -106,59 +94,54 @@ def choose_lengths(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChunkSegments:
-    """Segments of the documents of a chunk that are used, and those of them with a loss token."""
+class Selection:
+    """The documents and the segments that have a loss token: the others would cost steps and teach
+    nothing. The loss of the token before a cut is in the segment that ends there."""
 
-    indices: np.ndarray
-    """Index in the chunk of each document with a loss token."""
-    lengths: np.ndarray
-    """Number of tokens that are used of each of these documents."""
-    kept: Segments
-    """Segments with a loss token; their documents are numbered as `indices`."""
-    num_loss_tokens: int
-    num_left_out: int
-    """Segments of these documents without a loss token."""
-    num_tokens_left_out: int
-    """Tokens of all segments without a loss token."""
+    segments: Segments
+    """All segments of the documents that are used; their documents are numbered as stored."""
+    num_loss: np.ndarray
+    """Number of loss tokens of each segment."""
+    is_segment_kept: np.ndarray
+    is_document_kept: np.ndarray
+    """True for each stored document with a loss token; of pairs, if both have one."""
 
 
-def select_segments(chunk: Chunk, used: np.ndarray, row_tokens: int | None) -> ChunkSegments:
-    """Selects the segments that have a loss token: the others would cost steps and teach nothing.
-
-    The loss of the token before a cut is in the segment that ends there.
+def select_segments(
+    chunks: Sequence[Chunk], used: np.ndarray, row_tokens: int | None, per_record: int
+) -> Selection:
+    """Selects the documents and segments that have a loss token.
 
     Args:
-        used: number of tokens that are used of each document of the chunk.
+        used: number of tokens that are used of each stored document.
         row_tokens: tokens of a row; None: no document is split.
+        per_record: number of documents of a record.
     """
-    indices = np.flatnonzero(used)
-    lengths = used[indices]
-    segments = packing.split_documents(lengths, row_tokens)
+    segments = packing.split_documents(used, row_tokens)
+    document = segments.document
     # targets are first + 1 to last: a document's first token is never one
     first = segments.offset
-    last = np.minimum(segments.offset + segments.length, lengths[segments.document] - 1)
-    counts = last - first
-    if chunk.labels is not chunk.tokens:
-        num_before = np.concatenate(
-            [[0], np.cumsum(chunk.labels.read_all() != NO_LABEL, dtype=np.int32)]
-        )
-        start = chunk.starts[indices][segments.document]
-        counts = num_before[start + last + 1] - num_before[start + first + 1]
-    has_loss = counts > 0
-    is_document_kept = np.bincount(segments.document, has_loss, minlength=len(indices)) > 0
-    if chunk.per_record == 2:
+    last = np.minimum(first + segments.length, used[document] - 1)
+    num_loss = last - first
+    chunk_begin = 0
+    for chunk in chunks:
+        chunk_end = chunk_begin + len(chunk.lengths)
+        if chunk.labels is not chunk.tokens:
+            num_before = np.concatenate(
+                [[0], np.cumsum(chunk.labels.read_all() != NO_LABEL, dtype=np.int32)]
+            )
+            part = slice(*np.searchsorted(document, [chunk_begin, chunk_end]))
+            target = chunk.starts[document[part] - chunk_begin] + 1
+            num_loss[part] = num_before[target + last[part]] - num_before[target + first[part]]
+        chunk_begin = chunk_end
+    is_document_kept = np.bincount(document, num_loss > 0, minlength=len(used)) > 0
+    if per_record == 2:
         is_document_kept = np.repeat(is_document_kept.reshape(-1, 2).all(1), 2)
-        has_loss &= is_document_kept[segments.document]
-    kept = segments.select(has_loss)
-    left_out = is_document_kept[segments.document] & ~has_loss
-    new_number = np.cumsum(is_document_kept) - 1
-    return ChunkSegments(
-        indices=indices[is_document_kept],
-        lengths=lengths[is_document_kept],
-        kept=dataclasses.replace(kept, document=new_number[kept.document]),
-        num_loss_tokens=int(counts.sum()),
-        num_left_out=int(left_out.sum()),
-        num_tokens_left_out=int(segments.length[~has_loss].sum()),
+    return Selection(
+        segments=segments,
+        num_loss=num_loss,
+        is_segment_kept=(num_loss > 0) & is_document_kept[document],
+        is_document_kept=is_document_kept,
     )
 
 
@@ -273,69 +256,81 @@ class SourceCounts:
         return bool(self.num_split or self.num_truncated or self.num_dropped)
 
 
-def count_source(
-    name: str,
-    dataset: "datasets.Dataset",
-    chunks: Sequence[Chunk],
-    selected: Sequence[ChunkSegments],
+def count_sources(
+    names: Sequence[str],
+    tokenized: "Sequence[datasets.Dataset]",
+    selection: Selection,
     *,
+    stored: np.ndarray,
     used: np.ndarray,
     is_in_split: np.ndarray,
-    row_tokens: int | None,
     count_held_out: bool,
-) -> SourceCounts:
-    """Counts the documents of a source.
+) -> tuple[SourceCounts, ...]:
+    """Counts the documents of each source.
 
     Args:
-        chunks: the stored documents of the dataset.
-        selected: the segments of each chunk.
+        stored: number of tokens of each document.
         used: for each document, the number of its tokens up to which segments are made.
         is_in_split: for each document, True if it belongs to this split.
-        row_tokens: tokens of a row; None: documents have any length.
         count_held_out: True for a training set; of an evaluation set, the others are not held out.
     """
-    stored = np.concatenate([chunk.lengths for chunk in chunks])
-    has_loss = np.zeros(len(stored), bool)
-    starts = np.cumsum([0, *(len(chunk.lengths) for chunk in chunks)])
-    for start, chunk_segments in zip(starts, selected, strict=False):
-        has_loss[start + chunk_segments.indices] = True
-    is_split = used > (used.max() if row_tokens is None else row_tokens)
+    per_record = count_documents_per_record(tokenized[0])
+    source = np.repeat(np.arange(len(names)), [per_record * len(each) for each in tokenized])
+    segments = selection.segments
+
+    def total(values: np.ndarray, sources: np.ndarray = source) -> np.ndarray:
+        """Total of each source, of a value of each document."""
+        return np.bincount(sources, values, minlength=len(names)).astype(np.int64)
+
+    def total_segments(values: np.ndarray) -> np.ndarray:
+        return total(values, source[segments.document])
+
+    is_kept = selection.is_document_kept
+    is_without_loss = ~selection.is_segment_kept
+    is_cut = np.bincount(segments.document, minlength=len(stored)) > 1
     is_truncated = (used > 0) & (used < stored)
-    left_out = stored[is_in_split & (used == 0)]
-    per_record = chunks[0].per_record
-    num_empty = int(np.sum(left_out == 0)) // per_record
-    held_out = stored[~is_in_split & count_held_out]
-    # a bad record has no tokens, and records without tokens are never held out
-    num_skipped = 0
-    skipped: list[RecordEntry] = []
-    if num_empty and "problem" in dataset.column_names:
-        num_skipped, skipped = record_cache.find_bad_records(
-            dataset, max_examples=_MAX_NAMED_RECORDS
+    left_out = stored * (is_in_split & (used == 0))
+    is_held_out = ~is_in_split & count_held_out
+    num_empty = total(is_in_split & (stored == 0)) // per_record
+    totals = {
+        "num_documents": total(is_kept),
+        "num_tokens": total_segments(segments.length * selection.is_segment_kept),
+        "num_loss_tokens": total_segments(selection.num_loss),
+        "num_split": total(is_cut),
+        "num_truncated": total(is_truncated),
+        "num_tokens_truncated": total((stored - used) * is_truncated),
+        "num_dropped": total(left_out > 0),
+        "num_tokens_dropped": total(left_out),
+        "num_without_loss": total((used > 0) & ~is_kept),
+        "num_segments_without_loss": total_segments(is_without_loss & is_kept[segments.document]),
+        "num_tokens_without_loss": total_segments(segments.length * is_without_loss),
+        "num_held_out": total(is_held_out),
+        "num_tokens_held_out": total(stored * is_held_out),
+    }
+    counts = []
+    for number, (name, dataset) in enumerate(zip(names, tokenized, strict=True)):
+        # a bad record has no tokens, and records without tokens are never held out
+        num_skipped = 0
+        skipped: list[RecordEntry] = []
+        if num_empty[number] and "problem" in dataset.column_names:
+            num_skipped, skipped = record_cache.find_bad_records(
+                dataset, max_examples=_MAX_NAMED_RECORDS
+            )
+        num_bare_answers = 0
+        if BARE_ANSWERS in dataset.column_names:
+            is_record_kept = is_kept[source == number][::per_record]
+            num_bare_answers = int(
+                dataset.data.column(BARE_ANSWERS).to_numpy()[is_record_kept].sum()
+            )
+        numbers = {field: int(values[number]) for field, values in totals.items()}
+        counts.append(
+            SourceCounts(
+                name=name,
+                num_skipped=num_skipped,
+                skipped_examples=tuple(f"{each['place']}: {each['problem']}" for each in skipped),
+                num_empty=int(num_empty[number]) - num_skipped,
+                num_bare_answers=num_bare_answers,
+                **numbers,
+            )
         )
-    num_bare_answers = 0
-    if BARE_ANSWERS in dataset.column_names:
-        num_bare_answers = int(
-            dataset.data.column(BARE_ANSWERS).to_numpy()[has_loss[::per_record]].sum()
-        )
-    return SourceCounts(
-        name=name,
-        num_documents=int(np.count_nonzero(has_loss)),
-        num_tokens=sum(int(chunk_segments.kept.length.sum()) for chunk_segments in selected),
-        num_loss_tokens=sum(chunk_segments.num_loss_tokens for chunk_segments in selected),
-        num_skipped=num_skipped,
-        skipped_examples=tuple(f"{entry['place']}: {entry['problem']}" for entry in skipped),
-        num_empty=num_empty - num_skipped,
-        num_split=int(np.count_nonzero(is_split)),
-        num_truncated=int(np.count_nonzero(is_truncated)),
-        num_tokens_truncated=int((stored - used)[is_truncated].sum()),
-        num_dropped=int(np.count_nonzero(left_out)),
-        num_tokens_dropped=int(left_out.sum()),
-        num_without_loss=int(np.count_nonzero((used > 0) & ~has_loss)),
-        num_segments_without_loss=sum(chunk_segments.num_left_out for chunk_segments in selected),
-        num_tokens_without_loss=sum(
-            chunk_segments.num_tokens_left_out for chunk_segments in selected
-        ),
-        num_bare_answers=num_bare_answers,
-        num_held_out=len(held_out),
-        num_tokens_held_out=int(held_out.sum()),
-    )
+    return tuple(counts)
