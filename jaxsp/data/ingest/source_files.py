@@ -5,7 +5,6 @@ Those in object stores are downloaded once, and read from the disk.
 
 import contextlib
 import csv
-import dataclasses
 import functools
 import glob
 import hashlib
@@ -14,7 +13,7 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import filelock
 import pyarrow as pa
@@ -54,17 +53,19 @@ def _read_text(file: str, select: Select) -> Iterator[LocatedRecord]:
 
 
 def _read_json(file: str, select: Select) -> Iterator[LocatedRecord]:
-    read = json_records.read_lines
-    unit = "line"
-    # in .jsonl, a line with an array is one bad record
-    if split_suffix(file)[0] == ".json":
+    is_array = False
+    if split_suffix(file)[0] == ".json":  # in .jsonl, a line with an array is one bad record
         with _open_decompressed(file) as stream:
-            if json_records.is_array(stream):
-                read = json_records.read_array
-                unit = "record"
+            first_bytes = (line.strip(b"\xef\xbb\xbf \t\r\n")[:1] for line in stream)
+            is_array = next(filter(None, first_bytes), b"") == b"["
     with _open_decompressed(file) as stream:
-        for number, record, problem in read(stream):
-            yield f"{unit} {number}", record, problem
+        if is_array:
+            text = stream.read().decode("utf-8-sig", errors="surrogateescape")
+            for number, record, problem in json_records.read_array(text):
+                yield f"record {number}", record, problem
+        else:
+            for number, record, problem in json_records.read_lines(stream):
+                yield f"line {number}", record, problem
 
 
 def _read_csv(file: str, select: Select, *, delimiter: str) -> Iterator[LocatedRecord]:
@@ -89,8 +90,7 @@ def _read_csv(file: str, select: Select, *, delimiter: str) -> Iterator[LocatedR
                 yield place, None, problem
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FileType:
+class FileType(NamedTuple):
     """A type of file that holds records."""
 
     name: str
@@ -98,18 +98,18 @@ class FileType:
     is_compressible: bool = True
 
 
-TEXT = FileType(name="text", read=_read_text)
+TEXT = FileType("text", _read_text)
 
-_JSON = FileType(name="json", read=_read_json)
+_JSON = FileType("json", _read_json)
 
 FILE_TYPES = {
     ".jsonl": _JSON,
     ".ndjson": _JSON,
     ".json": _JSON,
-    ".csv": FileType(name="csv", read=functools.partial(_read_csv, delimiter=",")),
-    ".tsv": FileType(name="csv", read=functools.partial(_read_csv, delimiter="\t")),
-    ".parquet": FileType(name="parquet", read=columnar.read_parquet, is_compressible=False),
-    ".arrow": FileType(name="arrow", read=columnar.read_arrow, is_compressible=False),
+    ".csv": FileType("csv", functools.partial(_read_csv, delimiter=",")),
+    ".tsv": FileType("csv", functools.partial(_read_csv, delimiter="\t")),
+    ".parquet": FileType("parquet", columnar.read_parquet, is_compressible=False),
+    ".arrow": FileType("arrow", columnar.read_arrow, is_compressible=False),
 }
 """File types by suffix; any other file is plain text."""
 
@@ -277,22 +277,20 @@ class StoredFiles:
         bucket = "/".join(url.split("/")[:3])
         pattern = url.removeprefix(f"{bucket}/")
         self._store = ObjectStore(bucket)
-        objects = self._store.list(pattern, is_glob=glob.has_magic(pattern))
-        if not glob.has_magic(pattern):
-            objects = {name: info for name, info in objects.items() if name == pattern}
-        if not objects:
+        is_glob = glob.has_magic(pattern)
+        objects = self._store.list(pattern, is_glob=is_glob)
+        self.versions = {
+            f"{bucket}/{name}": (info["size"], _version(info))
+            for name, info in sorted(objects.items())
+            if is_glob or name == pattern
+        }
+        """Values that change when a file does, by its URL."""
+        if not self.versions:
             raise UserError(
                 "no object matches. Name objects, for example "
                 f"{bucket if glob.has_magic(url) else url.rstrip('/')}/*.jsonl; `*` stays in one "
                 "folder, `**` includes subfolders."
             )
-        self.objects = {f"{bucket}/{name}": objects[name] for name in sorted(objects)}
-        """Entry of the store for each file, by its URL."""
-
-    @property
-    def identity(self) -> list[tuple[str, int, str]]:
-        """Values that change when a file does."""
-        return [(url, info["size"], _version(info)) for url, info in self.objects.items()]
 
     def read(self, select: Select) -> Iterator[LocatedRecord]:
         """Yields every record of the files, which are downloaded if this version never was, or if
@@ -300,24 +298,23 @@ class StoredFiles:
 
         Places and errors name URLs instead of the downloaded files.
         """
-        for url, info in self.objects.items():
-            yield from read_file(str(self._download(url, info)), select, name=url)
+        for url in self.versions:
+            yield from read_file(str(self._download(url)), select, name=url)
 
-    def _download(self, url: str, info: dict[str, Any]) -> pathlib.Path:
+    def _download(self, url: str) -> pathlib.Path:
         import datasets
 
-        # the object's name stays: its suffix tells the type
-        version = f"{url} {info['size']} {_version(info)}"
-        digest = hashlib.sha256(version.encode()).hexdigest()[:32]
+        size, version = self.versions[url]
+        digest = hashlib.sha256(f"{url} {size} {version}".encode()).hexdigest()[:32]
         root = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / "objects"
-        path = root / digest / url.rpartition("/")[2]
+        path = root / digest / url.rpartition("/")[2]  # the suffix tells the type
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_name(f"{path.name}.lock")):
             if not core_files.is_intact(path):
                 if path.exists():
                     distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
                 name = url.removeprefix(f"{self._store.url}/")
-                self._store.download({name: path}, {name: info["size"]})
+                self._store.download({name: path}, {name: size})
                 core_files.write_checksum(path)
         return path
 
