@@ -31,19 +31,6 @@ class RowSlice:
     """Weight of each label's loss, float32; None if the documents have no weights."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SegmentSlots:
-    """Starts and lengths of a row's segments; unused slots are (0, 0).
-
-    Shapes: [max_segments], int32.
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    documents: np.ndarray
-    """Number in the step of each segment's document; -1 in unused slots, and without pairs."""
-
-
 class Documents:
     """Documents of tokenized datasets, one dataset after another.
 
@@ -286,19 +273,20 @@ def concatenate_slices(slices: Sequence[RowSlice]) -> RowSlice:
 
 def make_slots(
     row: Segments, max_segments: int, documents: np.ndarray | Sequence[int] = ()
-) -> SegmentSlots:
-    """Returns the row's segments, padded to `max_segments`.
+) -> dict[str, np.ndarray]:
+    """Returns the starts, lengths and documents of a row's segments; unused slots are 0, 0 and -1.
 
     Args: documents: number in the step of each segment's document; empty without pairs.
+    Shapes: [max_segments], int32.
     """
     padding = (0, max_segments - len(row.length))
-    return SegmentSlots(
-        documents=np.pad(
-            np.asarray(documents, np.int32), (0, max_segments - len(documents)), constant_values=-1
-        ),
-        starts=np.pad(row.starts, padding).astype(np.int32),
-        lengths=np.pad(row.length, padding).astype(np.int32),
-    )
+    numbers = np.full(max_segments, -1, np.int32)
+    numbers[: len(documents)] = documents
+    return {
+        "starts": np.pad(row.starts, padding).astype(np.int32),
+        "lengths": np.pad(row.length, padding).astype(np.int32),
+        "documents": numbers,
+    }
 
 
 def _check_lengths(

@@ -234,7 +234,7 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
         for index, row in enumerate(map(plans.row, order)):
             tokens = documents.read_slice(row, 0, 32)
             slots = row_reader.make_slots(row, 5)
-            whole = dataclasses.asdict(tokens) | dataclasses.asdict(slots)
+            whole = dataclasses.asdict(tokens) | slots
             assert np.array_equal(actual[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(actual[total:] == (-100 if name == "labels_BL" else 0))
     assert (
