@@ -1,6 +1,7 @@
 """Cached records and tokens: Arrow files that are written once and mapped into memory."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import shutil
@@ -109,28 +110,25 @@ def write_cache(
         with pa.ipc.new_stream(str(partial), schema) as stream:
             batch: list[RecordEntry] = []
             size = 0
-            for entry in progress:
-                batch.append(entry)
-                size += len(entry[content]) + _ENTRY_OVERHEAD
-                if size > _BATCH_SIZE:
-                    stream.write_batch(_to_record_batch(batch, schema))
+            for entry in itertools.chain(progress, [None]):
+                if entry is not None:
+                    batch.append(entry)
+                    size += len(entry[content]) + _ENTRY_OVERHEAD
+                if batch and (entry is None or size > _BATCH_SIZE):
+                    arrays = []
+                    for field in schema:
+                        values = [entry[field.name] for entry in batch]
+                        is_list = field.type == _ID_LIST
+                        arrays.append(
+                            columnar.make_lists(values) if is_list else pa.array(values, field.type)
+                        )
+                    stream.write_batch(pa.record_batch(arrays, schema=schema))
                     batch = []
                     size = 0
-            if batch:
-                stream.write_batch(_to_record_batch(batch, schema))
         files.sync(partial)
         files.write_checksum(path, content=partial)
         partial.replace(path)
     files.sync_dir(path.parent)
-
-
-def _to_record_batch(entries: list[RecordEntry], schema: pa.Schema) -> pa.RecordBatch:
-    columns = []
-    for field in schema:
-        values = [entry[field.name] for entry in entries]
-        is_list = field.type == _ID_LIST
-        columns.append(columnar.make_lists(values) if is_list else pa.array(values, field.type))
-    return pa.record_batch(columns, schema=schema)
 
 
 def read_lists(dataset: "datasets.Dataset", column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -151,14 +149,14 @@ def hide_progress_without_terminal() -> Iterator[None]:
     """Disables progress bars of `datasets` if stderr is not a terminal: they would fill logs."""
     import datasets
 
-    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
+    hides = not (sys.stderr.isatty() or datasets.are_progress_bars_disabled())
+    if hides:
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
-        datasets.enable_progress_bars()
+        if hides:
+            datasets.enable_progress_bars()
 
 
 @contextlib.contextmanager

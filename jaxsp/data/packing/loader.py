@@ -89,8 +89,8 @@ class RowPlacement(NamedTuple):
 def number_documents(rows: PackedRows, block_rows: int) -> np.ndarray:
     """Number in the step of each segment's document, for documents in pairs.
 
-    A pair that occurs twice, in two epochs, is two pairs of the step: one that lies in a row is told
-    apart by the row, and one in two rows by their block.
+    A pair that occurs twice, in two epochs, is two pairs of the step: one that lies in a row is
+    told apart by the row, and one in two rows by their block.
 
     Args: block_rows: number of consecutive rows that belong together: see `PackedEpochs`.
     """
