@@ -247,19 +247,17 @@ class BatchLoader:
         # an evaluation scores documents one by one, and may have an odd number of rows
         block_rows = self._stream.block_rows if self._places.size % 2 == 0 else 1
         rows = rows.append_empty(num_rows + num_rows % block_rows)
-        work = count_attention_work(rows).reshape(-1, block_rows).sum(1)
+        work = (
+            balance.count_segment_pairs(rows.length, rows.row_starts).reshape(-1, block_rows).sum(1)
+        )
         blocks = np.argsort(-work, kind="stable")
         rows = rows.select_rows((blocks[:, None] * block_rows + np.arange(block_rows)).ravel())
         return rows.append_empty(self._places.size), block_rows
 
     def _compute_imbalance(self, rows: PackedRows) -> float:
+        layout = self._placement.layout
         work = balance.count_row_work(
-            rows.starts,
-            rows.length,
-            rows.row_of_segment,
-            num_rows=len(rows),
-            row_tokens=self._row_tokens,
-            layout=self._placement.layout,
+            rows.starts, rows.length, rows.row_starts, row_tokens=self._row_tokens, layout=layout
         )
         # of each microbatch, group and row of a group, on each device
         shape = (len(self._places), self._placement.num_groups, -1, *work.shape[1:])
@@ -327,10 +325,3 @@ def find_places(placement: RowPlacement) -> np.ndarray:
 def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSpan:
     assert index is not None
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def count_attention_work(rows: PackedRows) -> np.ndarray:
-    """Attention work of each row, by which rows are sorted: the squared lengths of its segments."""
-    work = np.zeros(len(rows), np.int64)
-    np.add.at(work, rows.row_of_segment, rows.length.astype(np.int64) ** 2)
-    return work

@@ -55,17 +55,6 @@ class Segments:
             document=self.document[chosen], offset=self.offset[chosen], length=self.length[chosen]
         )
 
-    def renumber(self, first_document: int) -> "Segments":
-        """Returns the segments with their documents counted from another number."""
-        return dataclasses.replace(self, document=self.document + first_document)
-
-
-def concatenate_segments(parts: Sequence[Segments]) -> Segments:
-    names = [field.name for field in dataclasses.fields(Segments)]
-    return Segments(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRows(Segments):
@@ -109,8 +98,11 @@ def concatenate_rows(parts: Sequence[PackedRows]) -> PackedRows:
     if len(parts) == 1:
         return parts[0]
     num_segments = np.concatenate([np.diff(part.row_starts) for part in parts])
-    row_starts = np.concatenate([[0], np.cumsum(num_segments)])
-    return PackedRows(**vars(concatenate_segments(parts)), row_starts=row_starts)
+    arrays = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("document", "offset", "length")
+    }
+    return PackedRows(**arrays, row_starts=np.concatenate([[0], np.cumsum(num_segments)]))
 
 
 def split_documents(lengths: np.ndarray, row_tokens: int | None) -> Segments:
