@@ -6,8 +6,6 @@ Three messages as ChatML writes them; the loss is on the text between the bars:
 
 If the template has {% generation %} marks, they name the spans (generation_marks.py). Otherwise the
 spans are found by rendering parts of the conversation (span_search.py) and then checked.
-Conversations with few assistant messages are searched by prefixes first, then by insertion, then by
-exchanges; longer ones in the reverse order.
 
 A span must begin with the message's content or its thinking: otherwise a header that the generation
 prompt does not write would be trained on. It must end with more than the content: a message without
@@ -81,8 +79,9 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
         differ), unless only the generation prompt is; a template never writes today's date.
     """
     prompt = record.get("prompt")
-    completions = {name: record[name] for name in COMPLETION_FIELDS if name in record}
-    if not isinstance(prompt, str):
+    if isinstance(prompt, str):
+        render = None
+    else:
         render = TemplateRenderer(
             record,
             tokenizer=options.tokenizer,
@@ -91,25 +90,24 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
             date=options.date,
         )
         turn_end = turn_ends.find(options.tokenizer, render.template)
-        if prompt is None:
-            render_messages = _render_whole if options.has_full_loss else _render_conversation
-            return (render_messages(record["messages"], render, turn_end, options),)
-    is_only = len(completions) == 1
+        if prompt is None and not options.has_full_loss:
+            return (_render_conversation(record["messages"], render, turn_end, options),)
+    completions = {name: record[name] for name in COMPLETION_FIELDS if name in record}
+    if prompt is None:
+        completions = {"messages": record["messages"]}
     documents = []
     for field, completion in completions.items():
-        name = "" if is_only else field.replace("_", " ")
+        name = field.replace("_", " ") if len(completions) > 1 else ""
         with at_document(name):
-            if isinstance(prompt, str):
+            if render is None:
                 text = prompt + completion
                 spans = None if options.has_full_loss else ((len(prompt), len(text)),)
                 document = RenderedRecord(
                     text=text, loss_spans=spans, has_exact_spans=False, is_plain=True
                 )
-            elif options.has_full_loss:
-                document = _render_whole(prompt + completion, render, turn_end, options)
             else:
                 document = _render_completion(
-                    prompt, completion, render, turn_end, options, is_only=is_only
+                    prompt or [], completion, render, turn_end, options, is_only=not name
                 )
         documents.append(dataclasses.replace(document, name=name))
     return tuple(documents)
@@ -163,30 +161,27 @@ def _render_conversation(
     )
 
 
-def _render_whole(
-    messages: Messages, render: TemplateRenderer, turn_end: TurnEnd, options: ChatOptions
-) -> RenderedRecord:
-    """Renders messages that all have a loss."""
-    text = render(messages)[0] + turn_end.complete(messages)
-    template_text.check_messages_present(messages, text)
-    suggestion = "use data.train_on=assistant"
-    num_bare = _check_answers(messages, 0, text, render, options, suggestion=suggestion)
-    return RenderedRecord(text=text, num_bare_answers=num_bare)
-
-
-def _check_answers(
-    messages: Messages,
-    first: int,
-    text: str,
+def _render_completion(
+    prompt: Messages,
+    completion: Messages,
     render: TemplateRenderer,
+    turn_end: TurnEnd,
     options: ChatOptions,
     *,
-    suggestion: str,
-) -> int:
-    """Returns the number of assistant messages from `first` on whose thinking the template dropped.
+    is_only: bool,
+) -> RenderedRecord:
+    """Renders a prompt and a completion, which has the loss unless all messages have.
 
-    Raises: UserError if data.earlier_reasoning does not allow them, or if one has no loss.
+    Args: is_only: the record has no other completion.
     """
+    messages = prompt + completion
+    text = render(messages)[0] + turn_end.complete(messages)
+    template_text.check_messages_present(messages, text)
+    first = len(prompt)
+    suggestion = "use format: messages" if is_only else "leave the record out"
+    if options.has_full_loss:
+        first = 0
+        suggestion = "use data.train_on=assistant"
     answers = [
         index
         for index in range(first, len(messages))
@@ -200,25 +195,8 @@ def _check_answers(
             )
     bare = template_text.find_bare_answers(messages, answers, text, render)
     template_text.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
-    return len(bare)
-
-
-def _render_completion(
-    prompt: Messages,
-    completion: Messages,
-    render: TemplateRenderer,
-    turn_end: TurnEnd,
-    options: ChatOptions,
-    *,
-    is_only: bool,
-) -> RenderedRecord:
-    """Renders a prompt and a completion. Args: is_only: the record has no other completion."""
-    messages = prompt + completion
-    text, _ = render(messages)
-    text += turn_end.complete(messages)
-    template_text.check_messages_present(messages, text)
-    suggestion = "use format: messages" if is_only else "leave the record out"
-    num_bare = _check_answers(messages, len(prompt), text, render, options, suggestion=suggestion)
+    if options.has_full_loss:
+        return RenderedRecord(text=text, num_bare_answers=len(bare))
     prompt_text, _ = render(prompt)
     prompted, _ = render(prompt, prompt=True)
     start = template_text.common_prefix_length(prompted, text)
@@ -241,7 +219,7 @@ def _render_completion(
         text=text,
         loss_spans=((start, len(text)),),
         has_exact_spans=False,
-        num_bare_answers=num_bare,
+        num_bare_answers=len(bare),
     )
 
 

@@ -6,7 +6,7 @@ meet its assumptions. Methods that succeed find the same spans (tests/data/chat/
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.template_text import ASSISTANT, Messages, unused_words
@@ -72,26 +72,23 @@ def find_by_insertion(
     prompt = text_and_prompt.removeprefix(text)
     if not prompt or prompt == text_and_prompt:
         return None
-    starts = {}
     headers = {}
-    # The texts before these two positions are equal, except for the inserted messages
-    augmented_pos = 0
-    text_pos = 0
-    for boundary, (first_word, second_word) in pairs.items():
-        first = _find_header(augmented, prompt, augmented_pos, first_word)
-        first_end = augmented.find(first_word, augmented_pos) + len(first_word)
+
+    def locate(boundary: int, place: int) -> tuple[int, int] | None:
+        first_word, second_word = pairs[boundary]
+        first = _find_header(augmented, prompt, place, first_word)
+        first_end = augmented.find(first_word, place) + len(first_word)
         second = _find_header(augmented, prompt, first_end, second_word)
-        if first < 0 or second < 0 or not text.startswith(augmented[augmented_pos:first], text_pos):
+        if first < 0 or second < 0:
             return None
-        text_pos += first - augmented_pos
-        starts[boundary] = text_pos
         headers[boundary] = augmented[first : first_end - len(first_word)]
         ending = augmented[first_end:second]
         second_end = augmented.find(second_word, second) + len(second_word)
-        if not augmented.startswith(ending, second_end):
-            return None
-        augmented_pos = second_end + len(ending)
-    if augmented[augmented_pos:] != text[text_pos:]:
+        is_same = augmented.startswith(ending, second_end)
+        return (first, second_end + len(ending)) if is_same else None
+
+    starts = _remove_inserted(text, augmented, pairs, locate)
+    if starts is None:
         return None
     return _spans_between(indices, starts, text, prompt=prompt, headers=headers)
 
@@ -139,20 +136,15 @@ def find_by_exchanges(
         augmented = render(_insert(messages, exchanges))
     except UserError:
         return None
-    starts = {}
-    # The texts before these two positions are equal, except for the inserted messages
-    augmented_pos = 0
-    text_pos = 0
-    for boundary, exchange in exchanges.items():
-        turns = [(affixes[message["role"]], message["content"]) for message in exchange]
+
+    def locate(boundary: int, place: int) -> tuple[int, int] | None:
+        turns = [(affixes[each["role"]], each["content"]) for each in exchanges[boundary]]
         inserted = "".join(before + content + after for (before, after), content in turns)
-        start = augmented.find(inserted, augmented_pos)
-        if start < 0 or not text.startswith(augmented[augmented_pos:start], text_pos):
-            return None
-        text_pos += start - augmented_pos
-        starts[boundary] = text_pos
-        augmented_pos = start + len(inserted)
-    if augmented[augmented_pos:] != text[text_pos:]:
+        start = augmented.find(inserted, place)
+        return None if start < 0 else (start, start + len(inserted))
+
+    starts = _remove_inserted(text, augmented, exchanges, locate)
+    if starts is None:
         return None
     headers = dict.fromkeys(indices, affixes[ASSISTANT][0])
     return _spans_between(indices, starts, text, prompt=prompt, headers=headers)
@@ -198,6 +190,30 @@ def _insert(messages: Messages, inserted: dict[int, Messages]) -> Messages:
         for index, message in enumerate(messages)
         for each in (*inserted.get(index, ()), message)
     ]
+
+
+def _remove_inserted(
+    text: str,
+    augmented: str,
+    boundaries: Iterable[int],
+    locate: Callable[[int, int], tuple[int, int] | None],
+) -> dict[int, int] | None:
+    """Returns where the message at each boundary begins in a text; None if `augmented` without the
+    inserted messages is another text.
+
+    Args: locate: returns where the text inserted at a boundary begins and ends, after a place.
+    """
+    starts = {}
+    augmented_pos = 0
+    text_pos = 0
+    for boundary in boundaries:
+        span = locate(boundary, augmented_pos)
+        if span is None or not text.startswith(augmented[augmented_pos : span[0]], text_pos):
+            return None
+        text_pos += span[0] - augmented_pos
+        starts[boundary] = text_pos
+        augmented_pos = span[1]
+    return starts if augmented[augmented_pos:] == text[text_pos:] else None
 
 
 def _spans_between(

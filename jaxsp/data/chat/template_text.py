@@ -170,10 +170,6 @@ def common_prefix_length(a: str, b: str) -> int:
     return next((place for place, (left, right) in pairs if left != right), min(len(a), len(b)))
 
 
-_CONTEXT_CHARS = 1000
-"""Characters before a span that are searched for the opening tag of thinking."""
-
-
 def check_messages_present(messages: Messages, text: str) -> None:
     """Raises: UserError if a message, or a part of it, is missing from the text."""
     start = 0
@@ -232,8 +228,8 @@ def check_span(
             )
         place = end
     content = span_text
-    # a copy of all text before each message would take quadratic time
-    before = text[max(span[0] - _CONTEXT_CHARS, 0) : span[0]]
+    # for the opening tag of thinking; a copy of all text before would take quadratic time
+    before = text[max(span[0] - 1000, 0) : span[0]]
     if not visible_content(message).strip():
         # the text before a tool call is unknown; a message with a word has the same header
         word = next(unused_words(text))
@@ -305,9 +301,8 @@ def check_bare_answers(
         instead_of_no_loss: suggestion where single messages cannot be without loss.
     Raises: UserError if it does not.
     """
-    if not bare or earlier_reasoning == "keep":
-        return
-    if earlier_reasoning == "no_loss" and instead_of_no_loss is None:
+    allows = earlier_reasoning == "no_loss" and instead_of_no_loss is None
+    if not bare or earlier_reasoning == "keep" or allows:
         return
     others = f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""
     problem = f"the chat template drops the thinking of message {bare[0] + 1}{others}"
@@ -316,9 +311,9 @@ def check_bare_answers(
             f"{problem}, and no_loss cannot exclude single messages here: {instead_of_no_loss}, or "
             "data.earlier_reasoning=keep."
         )
-    without = "data.earlier_reasoning=no_loss (no loss on such messages), "
-    if instead_of_no_loss is not None:
-        without = ""
+    without = ""
+    if instead_of_no_loss is None:
+        without = "data.earlier_reasoning=no_loss (no loss on such messages), "
     raise UserError(
         f"{problem}, so that the model would learn to answer without thinking. Use "
         f"{without}data.earlier_reasoning=keep (learn that), or a "
