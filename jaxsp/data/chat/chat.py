@@ -171,9 +171,7 @@ def _render_completion(
     is_only: bool,
 ) -> RenderedRecord:
     """Renders a prompt and a completion, which has the loss unless all messages have.
-
-    Args: is_only: the record has no other completion.
-    """
+    Args: is_only: the record has no other completion."""
     messages = prompt + completion
     text = render(messages)[0] + turn_end.complete(messages)
     template_text.check_messages_present(messages, text)
@@ -226,10 +224,8 @@ def _render_completion(
 def _infer_spans(
     messages: Messages, indices: list[int], text: str, render: RenderFunction, turn_end: TurnEnd
 ) -> TextSpans:
-    """Returns the spans of assistant messages for a template without marks.
-
-    The last may end after `text`, with the end that the template leaves out.
-    """
+    """Returns the spans of assistant messages for a template without marks. The last may end after
+    `text`, with the end that the template leaves out."""
 
     def render_text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
         return render(messages, prompt=prompt)[0]

@@ -108,9 +108,7 @@ def writes_date(template: str) -> bool:
 
 def resolve_template(chat_template: str) -> str:
     """Returns data.chat_template if it is a template, else the content of the file it names.
-
-    Raises: UserError if it is neither.
-    """
+    Raises: UserError if it is neither."""
     if "{%" in chat_template or "{{" in chat_template:
         return chat_template
     with at("data.chat_template", chat_template):
@@ -127,10 +125,8 @@ def resolve_template(chat_template: str) -> str:
 
 
 def _fix_date(template: str, date: datetime.date | None) -> str:
-    """Returns a template that writes this date as today's date, or cannot write any.
-
-    The calls are replaced, because transformers passes no functions to a template.
-    """
+    """Returns a template that writes this date as today's date, or cannot write any. The calls are
+    replaced, because transformers passes no functions to a template."""
     if not writes_date(template):
         return template
     value = _UNDEFINED_DATE

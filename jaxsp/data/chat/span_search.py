@@ -30,11 +30,9 @@ class AssistantSpan:
 def find_by_prefixes(
     messages: Messages, indices: list[int], text: str, render: RenderText
 ) -> list[AssistantSpan] | None:
-    """Finds each message from two renderings: the conversation before it, and up to its end.
-
-    Both must be prefixes of the whole text. This takes up to two renderings per message. Fails if
-    a template renders the last message differently (Qwen3 keeps its thinking).
-    """
+    """Finds each message from two renderings: the conversation before it, and up to its end. Both
+    must be prefixes of the whole text. This takes up to two renderings per message. Fails if a
+    template renders the last message differently (Qwen3 keeps its thinking)."""
     spans = []
     for index in indices:
         try:
@@ -51,11 +49,9 @@ def find_by_prefixes(
 def find_by_insertion(
     messages: Messages, indices: list[int], text: str, render: RenderText
 ) -> list[AssistantSpan] | None:
-    """Finds each message by inserting two one-word assistant messages before and after it.
-
-    Removing the inserted messages from the rendered text must give the original text. Renders the
-    conversation only twice. Fails if a template requires roles to alternate.
-    """
+    """Finds each message by inserting two one-word assistant messages before and after it. Removing
+    the inserted messages from the rendered text must give the original text. Renders the
+    conversation only twice. Fails if a template requires roles to alternate."""
     unused = unused_words(text)
     pairs = {
         boundary: (next(unused), next(unused)) for boundary in _list_boundaries(messages, indices)
@@ -94,11 +90,9 @@ def find_by_insertion(
 
 
 def _find_header(text: str, prompt: str, start: int, word: str) -> int:
-    """Returns the start of the header of the message that contains `word`; -1 if unknown.
-
-    The header is the generation prompt or a prefix of it: the prompt of a reasoning model may
-    contain more than the header of a message.
-    """
+    """Returns the start of the header of the message that contains `word`; -1 if unknown. The
+    header is the generation prompt or a prefix of it: the prompt of a reasoning model may contain
+    more than the header of a message."""
     end = text.find(word, start)
     if end < 0:
         return -1
@@ -154,10 +148,8 @@ def _infer_turn_format(
     unused: Iterator[str], render: RenderText
 ) -> tuple[dict[str, tuple[str, str]], str] | None:
     """Infers the format of messages by rendering the prefixes of a conversation of four words.
-
     Returns: text before and after the content, by role, and the generation prompt after a user
-        message; None if a message is rendered differently when others follow.
-    """
+    message; None if a message is rendered differently when others follow."""
     roles = (_USER, ASSISTANT, _USER, ASSISTANT)
     probe = [{"role": role, "content": next(unused)} for role in roles]
     try:
@@ -200,9 +192,7 @@ def _remove_inserted(
 ) -> dict[int, int] | None:
     """Returns where the message at each boundary begins in a text; None if `augmented` without the
     inserted messages is another text.
-
-    Args: locate: returns where the text inserted at a boundary begins and ends, after a place.
-    """
+    Args: locate: returns where the text inserted at a boundary begins and ends, after a place."""
     starts = {}
     augmented_pos = 0
     text_pos = 0

@@ -86,12 +86,9 @@ def get_reasoning(message: dict[str, Any]) -> str:
 
 
 def split_thinking(message: dict[str, Any]) -> tuple[str, str]:
-    """Splits a message's content into its thinking and the rest.
-
-    Thinking is at the beginning, in <think> tags of which the generation prompt may have written
-    the first. Tags elsewhere are quoted by the content, and so is a closing tag in a message with a
-    field for its reasoning.
-    """
+    """Splits a message's content into its thinking and the rest. Thinking is at the beginning, in
+    <think> tags of which the generation prompt may have written the first. Tags elsewhere are
+    quoted by the content, and so is a closing tag in a message with a field for its reasoning."""
     content = message.get("content", "")
     if not isinstance(content, str):
         return "", ""
@@ -115,9 +112,7 @@ def _collect_strings(value: Any) -> list[str]:
 
 def find_end(text: str, message: dict[str, Any], start: int = 0) -> int | None:
     """Returns where a message's phrases end in a text; None if one of them is missing.
-
-    Args: start: first character to search.
-    """
+    Args: start: first character to search."""
     for group in required_phrases(message):
         ends = [_find_phrase_end(text, phrase, start) for phrase in group]
         if -1 in ends:
@@ -138,9 +133,7 @@ def _find_phrase_end(text: str, phrase: str, start: int) -> int:
 
 def starts_with_message(message: dict[str, Any], text: str, *, before: str) -> bool:
     """Returns True if a text begins with a message's content, or with thinking and then content.
-
-    Args: before: the text before it, which may have opened the thinking.
-    """
+    Args: before: the text before it, which may have opened the thinking."""
     content = visible_content(message).strip()
     rest = text.lstrip()
     if rest.startswith((content, message.get("content", "").strip())):
@@ -261,12 +254,9 @@ def check_span(
 def find_bare_answers(
     messages: Messages, indices: list[int], text: str, render: RenderFunction
 ) -> list[int]:
-    """Returns the messages whose thinking is not in the rendered text.
-
-    Templates of reasoning models keep only the thinking after the last user message. It is searched
-    in a rendering with a word in place of each thinking text, because a short one may also occur
-    elsewhere.
-    """
+    """Returns the messages whose thinking is not in the rendered text. Templates of reasoning
+    models keep only the thinking after the last user message. It is searched in a rendering with a
+    word in place of each thinking text, because a short one may also occur elsewhere."""
     words = unused_words(text)
     replaced = {index: next(words) for index in indices if get_reasoning(messages[index])}
     if not replaced:

@@ -233,9 +233,7 @@ class Source(ConfigSection, abc.ABC):
 
     def _join_fields(self, record: Record) -> Record:
         """Joins texts that are read as one, under the name of `name_column`.
-
-        Source: LLaMA-Factory joins Alpaca's instruction and input in the same way.
-        """
+        Source: LLaMA-Factory joins Alpaca's instruction and input in the same way."""
         for field, names in self.fields.items():
             if isinstance(names, str) or not record.keys() & set(names):
                 continue
@@ -284,10 +282,8 @@ class Source(ConfigSection, abc.ABC):
     def _suggest_reading(
         self, record: Record, unread: list[str], content: Any, read: Collection[str]
     ) -> str:
-        """Returns `fields` of the config that read all of the text; empty if there are none.
-
-        None read text that has all other texts of the record, or a conversation with an answer.
-        """
+        """Returns `fields` of the config that read all of the text; empty if there are none. None
+        read text that has all other texts of the record, or a conversation with an answer."""
         texts = [text for name in read if isinstance(text := record.get(name), str) and text]
         for name in unread:
             value = record[name]
@@ -321,9 +317,7 @@ class SourceRecord:
 
     def get(self, field: str) -> Any:
         """Returns a required field.
-
-        Raises: UserError with a config that reads the record, if one is known.
-        """
+        Raises: UserError with a config that reads the record, if one is known."""
         name = self.name(field)
         if self.values.get(name) is not None:
             return self.values[name]
@@ -343,10 +337,8 @@ class SourceRecord:
         return None if isinstance(value, str) and not value else value
 
     def has(self, name: str) -> bool:
-        """Returns True if a field is not empty, and the config does not ignore it.
-
-        A field that the config's `fields` maps to another one has only that one's meaning.
-        """
+        """Returns True if a field is not empty, and the config does not ignore it. A field that the
+        config's `fields` maps to another one has only that one's meaning."""
         value = self.values.get(name)
         if value is None or (isinstance(value, Sized) and len(value) == 0):
             return False

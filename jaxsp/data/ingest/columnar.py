@@ -42,10 +42,8 @@ def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[Loca
 def read_batches(
     batches: Iterable[pa.RecordBatch], names: list[str], select: Select
 ) -> Iterator[LocatedRecord]:
-    """Yields the rows of Arrow tables, counted from 1, as records with the selected columns.
-
-    If a required column is missing, each record has the table's column names, with empty values.
-    """
+    """Yields the rows of Arrow tables, counted from 1, as records with the selected columns. If a
+    required column is missing, each record has the table's column names, with empty values."""
     selected = select(names)
     for name in selected:
         if names.count(name) > 1:
@@ -88,9 +86,7 @@ def read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
 
 def read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
     """Yields the rows of an Arrow file, or of one or more Arrow streams in a file.
-
-    Raises: pyarrow's errors, or ValueError, if the file is damaged.
-    """
+    Raises: pyarrow's errors, or ValueError, if the file is damaged."""
     with pa.memory_map(file) as source:
         if source.read(6) == b"ARROW1":
             table = pa.ipc.open_file(source)

@@ -73,9 +73,7 @@ class DamagedCacheError(NeedsAttentionError):
 
 def open_file(path: pathlib.Path, *, stats_file: pathlib.Path | None = None) -> "datasets.Dataset":
     """Maps a cached file into memory. Raises: DamagedCacheError if it is missing, empty or cut.
-
-    Args: stats_file: its statistics, which are removed with a damaged file.
-    """
+    Args: stats_file: its statistics, which are removed with a damaged file."""
     import datasets
 
     try:
@@ -162,9 +160,7 @@ def hide_progress_without_terminal() -> Iterator[None]:
 @contextlib.contextmanager
 def build_once(cached: pathlib.Path) -> Iterator[None]:
     """Lets one process at a time look for a file and create it; the others wait, and find it.
-
-    Raises: UserError if the disk is full while the file is created.
-    """
+    Raises: UserError if the disk is full while the file is created."""
     lock = cached.with_name(f"{cached.name}.lock")
     if not os.access(cached.parent, os.W_OK):  # a read-only cache needs no lock
         yield
@@ -209,9 +205,7 @@ def find_bad_records(
 
 def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig) -> None:
     """Checks that data.on_bad_record allows the bad records of a dataset.
-
-    Raises: UserError naming the first bad records, their number, and what to change.
-    """
+    Raises: UserError naming the first bad records, their number, and what to change."""
     count, examples = find_bad_records(dataset, max_examples=MAX_NAMED_RECORDS)
     is_skipped = data.on_bad_record == "skip" and count <= data.max_bad_records
     if not count or (is_skipped and count < len(dataset)):

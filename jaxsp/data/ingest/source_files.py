@@ -123,9 +123,7 @@ def split_suffix(file: str) -> tuple[str, str | None]:
 
 def detect_file_type(file: str) -> FileType:
     """Returns the type that a file's name stands for.
-
-    Raises: UserError if files of this name are not supported.
-    """
+    Raises: UserError if files of this name are not supported."""
     suffix, codec = split_suffix(file)
     file_type = FILE_TYPES.get(suffix, TEXT)
     codec_suffix = pathlib.Path(file).suffix if codec else ""
@@ -233,11 +231,9 @@ def find_files(path: pathlib.Path, source: Source) -> list[str]:
 
 
 def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int, int, int]]:
-    """Returns values that change when a file does, whatever the working directory.
-
-    `cp -p`, `rsync -t` and tar set a file's mtime, but nothing sets its ctime. Inodes are left out:
-    on some network file systems they differ between mounts.
-    """
+    """Returns values that change when a file does, whatever the working directory. `cp -p`, `rsync
+    -t` and tar set a file's mtime, but nothing sets its ctime. Inodes are left out: on some network
+    file systems they differ between mounts."""
     identities = []
     for file in files:
         path = pathlib.Path(file).resolve()
@@ -248,9 +244,7 @@ def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int,
 
 def common_file_type(files: Sequence[str], source: Source) -> FileType:
     """Returns the type of all files.
-
-    Raises: UserError if they have several types, or cannot contain the source's format.
-    """
+    Raises: UserError if they have several types, or cannot contain the source's format."""
     examples = {detect_file_type(file).name: file for file in files}
     if len(examples) > 1:
         raise UserError(
@@ -268,9 +262,7 @@ def common_file_type(files: Sequence[str], source: Source) -> FileType:
 
 class StoredFiles:
     """Files in an object store that a URL or a glob stands for, sorted.
-
-    Raises: UserError if there is none, or if the store cannot be used.
-    """
+    Raises: UserError if there is none, or if the store cannot be used."""
 
     def __init__(self, url: str):
         urls.check(url)
@@ -294,10 +286,8 @@ class StoredFiles:
 
     def read(self, select: Select) -> Iterator[LocatedRecord]:
         """Yields every record of the files, which are downloaded if this version never was, or if
-        the downloaded file is damaged.
-
-        Places and errors name URLs instead of the downloaded files.
-        """
+        the downloaded file is damaged. Places and errors name URLs instead of the downloaded
+        files."""
         for url in self.versions:
             yield from read_file(str(self._download(url)), select, name=url)
 

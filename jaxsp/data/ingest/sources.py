@@ -159,10 +159,8 @@ def _check_records(
     source: Source, origin: _RecordSource, columns: RecordEntry, *, data: DataConfig
 ) -> Iterator[RecordEntry]:
     """Yields an entry for every record. Args: columns: those to store, with empty values.
-
     Raises: UserError for too many bad records, for no usable record, and for `fields` and `roles`
-        that no record has.
-    """
+    that no record has."""
     unseen_fields = {
         name: field
         for field, names in source.fields.items()

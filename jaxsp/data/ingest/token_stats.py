@@ -67,9 +67,7 @@ class TokenStats:
 
 class CheckedIds:
     """Ids of a chunk of a column. Several threads may read them.
-
-    Args: checksums: of each block; none if the ids are not checked.
-    """
+    Args: checksums: of each block; none if the ids are not checked."""
 
     def __init__(
         self,
@@ -184,9 +182,7 @@ def _list_files(dataset: "datasets.Dataset") -> list[pathlib.Path]:
 
 def write(stats: TokenStats, file: pathlib.Path, cached: list[pathlib.Path]) -> TokenStats:
     """Writes statistics beside the cached files, which count as complete from then on.
-
-    Returns: the statistics with these paths.
-    """
+    Returns: the statistics with these paths."""
     for path in cached:
         files.sync(path)
     names = [path.name for path in cached]

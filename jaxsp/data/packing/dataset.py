@@ -142,11 +142,8 @@ def pack_documents(
     source_weights: Sequence[float] | None = None,
 ) -> PackedDataset:
     """Packs documents into rows. The documents of a pair are in one row, or in two if none holds
-    both.
-
-    Without weights all documents are packed together. With weights each source is packed
-    separately, and the sources' rows are mixed.
-    """
+    both. Without weights all documents are packed together. With weights each source is packed
+    separately, and the sources' rows are mixed."""
     segments = documents.segments
     part_of_segment = np.zeros(len(segments.length), np.int64)
     weights: tuple[float, ...] = (1.0,)

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Documents that are stored together; document d begins at tokens[starts[d]].
-
-    Documents 2p and 2p + 1 are a pair, if records have two: see `records.FIRST_TOKENS`.
-    """
+    """Documents that are stored together; document d begins at tokens[starts[d]]. Documents 2p and
+    2p + 1 are a pair, if records have two: see `records.FIRST_TOKENS`."""
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -207,10 +205,8 @@ def digest_split(source: str, is_chosen: np.ndarray, *, is_held_out: bool) -> st
 
 def _draw_numbers(num_records: int, *, seed: int, name: str) -> np.ndarray:
     """A number in [0, 1) for each record, by a hash of the seed, the name and the record's index.
-
     Philox is a counter-based generator: its n-th number is a hash of key and counter. NumPy
-    guarantees its stream (NEP 19), unlike those of the distributions.
-    """
+    guarantees its stream (NEP 19), unlike those of the distributions."""
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]
     raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(num_records)
     return (raw >> np.uint64(11)) * 2.0**-53

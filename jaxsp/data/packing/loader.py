@@ -58,10 +58,8 @@ class StepCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """Blocks of a step for this process's devices, by Batch field and span.
-
-    A block that several devices hold is there once.
-    """
+    """Blocks of a step for this process's devices, by Batch field and span. A block that several
+    devices hold is there once."""
 
     blocks: dict[str, dict[BlockSpan, np.ndarray]]
     pairs: Pairs | None
@@ -193,9 +191,7 @@ class BatchLoader:
 
     def list_segments(self, step: int) -> list[dict[str, Any]]:
         """Describes the segments of a step in the order of its rows: the same on every mesh.
-
-        Returns: as in `NonfiniteStep.documents`.
-        """
+        Returns: as in `NonfiniteStep.documents`."""
         first_row, num_rows = self._schedule.step_rows(step)
         segments = []
         for row_index in range(first_row, first_row + num_rows):

@@ -35,10 +35,8 @@ for a million documents)."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Documents, or parts of documents that are longer than a row.
-
-    Those of a packed row are in order from its first token.
-    """
+    """Documents, or parts of documents that are longer than a row. Those of a packed row are in
+    order from its first token."""
 
     document: np.ndarray
     offset: np.ndarray
@@ -107,9 +105,7 @@ def concatenate_rows(parts: Sequence[PackedRows]) -> PackedRows:
 
 def split_documents(lengths: np.ndarray, row_tokens: int | None) -> Segments:
     """Splits documents into segments; only the last one of a document is shorter than a row.
-
-    Args: row_tokens: None if no document is split.
-    """
+    Args: row_tokens: None if no document is split."""
     if row_tokens is None:
         row_tokens = max(int(lengths.max(initial=0)), 1)
     num_segments = -(-lengths // row_tokens)
@@ -185,9 +181,7 @@ def permute_rows(random: np.random.Generator, num_rows: int, block_rows: int) ->
 
 class PackedEpochs:
     """Endless sequence of packed rows: epoch after epoch, each in a new order. Thread-safe.
-
-    Args: per_record: see `plan_rows`.
-    """
+    Args: per_record: see `plan_rows`."""
 
     def __init__(
         self,
@@ -271,9 +265,7 @@ def _best_fit(
     lengths: np.ndarray, row_tokens: int, max_segments: int, *, begun: Sequence[int] = ()
 ) -> np.ndarray:
     """Assigns each segment to the row with the least space that still fits it, or to a new row.
-
-    Args: begun: length of the segment that each of the first rows holds already.
-    """
+    Args: begun: length of the segment that each of the first rows holds already."""
     # Distinct sizes of free space, sorted: the search time does not grow with the number of rows
     spaces: list[int] = []
     rows_with_space: dict[int, list[int]] = {}

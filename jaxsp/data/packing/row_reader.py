@@ -184,10 +184,8 @@ class Documents:
         return np.searchsorted(self._record_ends, records, side="right")
 
     def find_origin(self, document: int) -> dict[str, Any]:
-        """Returns the source of a document, and index and location of its record there.
-
-        Records that are left out are counted.
-        """
+        """Returns the source of a document, and index and location of its record there. Records
+        that are left out are counted."""
         number = int(self.find_sources(np.array(document)))
         record = int(self._stored_index[document]) // self.per_record
         record -= int(self._record_ends[number]) - len(self._tokenized[number])
@@ -196,12 +194,9 @@ class Documents:
         return {"source": source, "record_index": record, "location": location}
 
     def read_slice(self, row: Segments, begin: int, end: int) -> RowSlice:
-        """Returns the tokens `begin` to `end` of a row.
-
-        Labels and positions are those of the whole document: a token before a cut has its label,
-        and positions continue after the cut. After the last segment is padding: token 0, label
-        -100, position 0.
-        """
+        """Returns the tokens `begin` to `end` of a row. Labels and positions are those of the whole
+        document: a token before a cut has its label, and positions continue after the cut. After
+        the last segment is padding: token 0, label -100, position 0."""
         part = RowSlice(
             tokens=np.zeros(end - begin, np.int32),
             labels=np.full(end - begin, NO_LABEL, np.int32),
@@ -250,10 +245,8 @@ class Documents:
         return part
 
     def _check_ids(self, part: RowSlice) -> None:
-        """Checks ids after their checksums: training on an id out of range corrupts weights.
-
-        It takes 1 % of the time of `read_slice`. Raises: NeedsAttentionError.
-        """
+        """Checks ids after their checksums: training on an id out of range corrupts weights. It
+        takes 1 % of the time of `read_slice`. Raises: NeedsAttentionError."""
         for ids, lowest in ((part.tokens, 0), (part.labels, NO_LABEL)):
             if len(ids) and not lowest <= ids.min() <= ids.max() <= self._max_id:
                 raise NeedsAttentionError(
@@ -292,10 +285,8 @@ def make_slots(
 def _check_lengths(
     dataset: "datasets.Dataset", lengths: np.ndarray, row_tokens: int | None, long_documents: str
 ) -> None:
-    """Checks that no document is longer than a row, unless it may be split.
-
-    The documents of a pair are not split, because attention would not see the whole of them.
-    """
+    """Checks that no document is longer than a row, unless it may be split. The documents of a pair
+    are not split, because attention would not see the whole of them."""
     per_record = document_selection.count_documents_per_record(dataset)
     may_be_long = ("truncate", "drop") if per_record == 2 else ("split", "truncate", "drop")
     if row_tokens is None or long_documents in may_be_long:

@@ -16,11 +16,9 @@ from jaxsp.data.packing.packing import PackedEpochs
 def describe_data(
     data: PackedDataset, config: DataConfig, schedule: RowSchedule
 ) -> list[tuple[str, str]]:
-    """Returns lines of the banner about a data set, each with its label.
-
-    Documents, segments, tokens and rows; exclusions; suggestions for packing; and the sources, with
-    the fraction of the run that each has.
-    """
+    """Returns lines of the banner about a data set, each with its label. Documents, segments,
+    tokens and rows; exclusions; suggestions for packing; and the sources, with the fraction of the
+    run that each has."""
     sources = data.documents.sources
     lines = [("data", _describe_rows(data))]
     exclusions = describe_exclusions(sources)
@@ -111,11 +109,9 @@ def describe_bare_answers(sources: Sequence[SourceCounts], data: DataConfig) -> 
 
 
 def _describe_sources(data: PackedDataset, schedule: RowSchedule) -> Iterator[str]:
-    """A line about each source; with its part of the run if sources are mixed by weight.
-
-    The number of epochs of a source by the end of a run, from step 0, is an estimate. Exact numbers
-    need plans of all those rows, which take a second per epoch for a million documents.
-    """
+    """A line about each source; with its part of the run if sources are mixed by weight. The number
+    of epochs of a source by the end of a run, from step 0, is an estimate. Exact numbers need plans
+    of all those rows, which take a second per epoch for a million documents."""
     sources = data.documents.sources
     end = schedule.rows_consumed(len(schedule))
     tokens = [
@@ -140,11 +136,9 @@ def _describe_sources(data: PackedDataset, schedule: RowSchedule) -> Iterator[st
 
 
 def _suggest_packing(part: PackedEpochs) -> str | None:
-    """Suggests a limit on segments that would about fill the rows; a multiple of 16.
-
-    None if the rows are full, or if most of the empty space is in rows that have fewer segments
-    than the limit, or no space for another one.
-    """
+    """Suggests a limit on segments that would about fill the rows; a multiple of 16. None if the
+    rows are full, or if most of the empty space is in rows that have fewer segments than the limit,
+    or no space for another one."""
     plan = part.plan_epoch(0)
     row_tokens = part.row_tokens
     if len(plan) < 2:

@@ -60,9 +60,7 @@ def resolve_options(
     source: Source, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
 ) -> TokenizeOptions:
     """Returns the options for a source.
-
-    Raises: UserError if it needs a chat template, and there is none.
-    """
+    Raises: UserError if it needs a chat template, and there is none."""
     template = None
     is_set = data.chat_template is not None or data.chat_template_date is not None
     if source.needs_template or is_set or data.chat_template_kwargs:

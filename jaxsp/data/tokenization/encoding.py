@@ -88,10 +88,8 @@ class TextEncoder:
 
     def _tokenize(self, texts: list[str], *, has_labels: bool) -> list[Any]:
         """Returns the ids of texts, or encodings with them; with offsets if they have labels.
-
         Raises: UserError if the tokenizer fails: a word-level tokenizer without an unknown token
-            refuses words that it does not have.
-        """
+        refuses words that it does not have."""
         tokenizer = self._tokenizer
         is_fast = _is_fast(tokenizer)
         if has_labels and not is_fast:
@@ -152,9 +150,7 @@ def _make_labels(
     tokens: np.ndarray, encoding: Any, record: RenderedRecord, *, offset: int
 ) -> np.ndarray:
     """Returns the tokens of a record's spans, and no label elsewhere.
-
-    Args: offset: index in `tokens` of the first token of `encoding`.
-    """
+    Args: offset: index in `tokens` of the first token of `encoding`."""
     labels = np.full_like(tokens, NO_LABEL)
     for start, end in record.loss_spans or ():
         first, last = _find_tokens(encoding, start, end, record)

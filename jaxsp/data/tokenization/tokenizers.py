@@ -51,10 +51,8 @@ _TEKKEN_SPLIT = (
 
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     """Creates a tokenizer without files: token ids are byte values, and 256 ends a document.
-
-    Source: byte-level BPE (GPT-2) without merges. Its alphabet has a printable character for
-        each byte.
-    """
+    Source: byte-level BPE (GPT-2) without merges. Its alphabet has a printable character for each
+    byte."""
     import tokenizers
     import transformers
     from tokenizers import decoders, models, pre_tokenizers
@@ -111,9 +109,7 @@ def load(name: str) -> "transformers.PreTrainedTokenizerBase":
 @contextlib.contextmanager
 def convert_panics() -> Iterator[None]:
     """Raises RuntimeError for a panic of a Rust library, which `except Exception` would not catch.
-
-    Its class is not public.
-    """
+    Its class is not public."""
     try:
         yield
     except BaseException as error:
@@ -178,9 +174,7 @@ def _load_file(
     tokenizer: "transformers.PreTrainedTokenizerBase", name: str
 ) -> "transformers.PreTrainedTokenizerFast | None":
     """Loads a tokenizer from tokenizer.json; None if `tokenizer` was, or there is no such file.
-
-    Special tokens that only the class of `tokenizer` names are kept if the file has them.
-    """
+    Special tokens that only the class of `tokenizer` names are kept if the file has them."""
     import transformers
     from transformers.utils import hub
 
