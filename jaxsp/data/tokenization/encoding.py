@@ -72,7 +72,15 @@ class TextEncoder:
         tokens = np.fromiter(ids, np.int32, len(ids))
         if document.loss_spans is None:
             return tokens, None
-        return tokens, _make_labels(tokens, encoding, document, offset=num_before)
+        labels = np.full_like(tokens, NO_LABEL)
+        for start, end in document.loss_spans:
+            first, last = _find_tokens(encoding, start, end, document)
+            # the completion of a plain text includes the end token
+            span = slice(num_before + first, None if document.is_plain else num_before + last)
+            labels[span] = tokens[span]
+        if (labels == NO_LABEL).all():
+            raise UserError("has no token with loss.")
+        return tokens, labels
 
     def encode_prompt(self, text: str, *, is_plain: bool) -> list[int]:
         """Returns the tokens of a text that a model continues, without an end token.
@@ -126,40 +134,20 @@ class TextEncoder:
         """Adds tokens around the ids of a text; returns the number of those before it."""
         if not ids:
             return 0
-        if not self._is_ended(ids, text):
+        is_ended = ids[len(ids) - len(self._after) :] == self._after
+        if not is_ended and self._end_text is not None:
+            # or ends with the text of an end token, and at most white space after it
+            tail = text.rpartition(self._end_text)[2]
+            # this text may be ordinary tokens; white space has at most one for each byte
+            num_last = len(tail.encode()) + 1
+            is_ended = not tail.strip() and self._after[-1] in ids[-num_last:]
+        if not is_ended:
             ids += self._after
         num_before = len(self._before)
         if ids[:num_before] == self._before:
             return 0
         ids[:0] = self._before
         return num_before
-
-    def _is_ended(self, ids: list[int], text: str) -> bool:
-        """True if the text ends with an end token, and at most white space after it."""
-        if ids[len(ids) - len(self._after) :] == self._after:
-            return True
-        if self._end_text is None:
-            return False
-        tail = text.rpartition(self._end_text)[2]
-        # the text of an end token may be ordinary tokens; white space has at most one for each byte
-        num_last = len(tail.encode()) + 1
-        return not tail.strip() and self._after[-1] in ids[-num_last:]
-
-
-def _make_labels(
-    tokens: np.ndarray, encoding: Any, record: RenderedRecord, *, offset: int
-) -> np.ndarray:
-    """Returns the tokens of a record's spans, and no label elsewhere.
-    Args: offset: index in `tokens` of the first token of `encoding`."""
-    labels = np.full_like(tokens, NO_LABEL)
-    for start, end in record.loss_spans or ():
-        first, last = _find_tokens(encoding, start, end, record)
-        # the completion of a plain text includes the end token
-        span = slice(offset + first, None if record.is_plain else offset + last)
-        labels[span] = tokens[span]
-    if (labels == NO_LABEL).all():
-        raise UserError("has no token with loss.")
-    return labels
 
 
 def _find_tokens(encoding: Any, start: int, end: int, record: RenderedRecord) -> tuple[int, int]:

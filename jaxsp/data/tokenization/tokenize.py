@@ -1,10 +1,9 @@
 """Tokenizes records once, and caches the result on disk under a fingerprint of all its inputs."""
 
-import dataclasses
 import functools
 import importlib.metadata
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,16 +29,13 @@ _BATCH_BYTES = 2**22
 size in memory while it is tokenized."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizedSource:
+class TokenizedSource(NamedTuple):
     """Tokenized documents of a source."""
 
     dataset: "datasets.Dataset"
     """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss; of chats also
-    BARE_ANSWERS. A record with a problem has no tokens.
-
-    A record of two documents has their tokens one after the other, and the columns FIRST_TOKENS and
-    Source.values."""
+    BARE_ANSWERS. A record with a problem has no tokens. A record of two documents has their tokens
+    one after the other, and the columns FIRST_TOKENS and Source.values."""
     stats: TokenStats
 
 
@@ -72,14 +68,7 @@ def tokenize_dataset(
     fingerprint = datasets.fingerprint.Hasher.hash(key)
     make = None
     if options is not None:
-        make = functools.partial(
-            _map_dataset,
-            dataset,
-            options,
-            max_workers=data.num_workers,
-            fingerprint=fingerprint,
-            title=source.source,
-        )
+        make = functools.partial(_map_dataset, dataset, options, data.num_workers, fingerprint)
     tokenized, stats = token_stats.open_or_make(dataset, fingerprint, make)
     record_cache.check_bad_records(tokenized, data=data)
     for column, extremes in stats.extreme_ids.items():
@@ -110,10 +99,8 @@ def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
 def _map_dataset(
     dataset: "datasets.Dataset",
     options: TokenizeOptions,
-    *,
     max_workers: int | None,
     fingerprint: str,
-    title: str,
 ) -> "datasets.Dataset":
     """Tokenizes a dataset, in worker processes if it is large."""
     import datasets
@@ -145,7 +132,7 @@ def _map_dataset(
             features=datasets.Features(types),
             num_proc=num_workers if num_workers > 1 else None,  # None: in this process
             new_fingerprint=fingerprint,
-            desc=f"Tokenizing {title}",
+            desc=f"Tokenizing {options.source.source}",
         )
     except RuntimeError as error:
         if num_workers == 1 or "abruptly died" not in str(error):
