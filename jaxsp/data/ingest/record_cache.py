@@ -32,12 +32,6 @@ _BATCH_SIZE = 2**24
 _ENTRY_OVERHEAD = 100
 """Characters added for each entry: a source may have a million empty documents."""
 
-_POLL_S = 0.05
-"""Time between two attempts to take a lock, of few processes."""
-
-_PROGRESS_DELAY_S = 3.0
-"""Seconds of reading before a progress bar appears."""
-
 _ID_LIST = pa.large_list(pa.int32())
 
 _COLUMN_TYPES = {
@@ -102,7 +96,7 @@ def write_cache(
     types = {name: _COLUMN_TYPES[type(value)] for name, value in columns.items()}
     schema = pa.schema(names | types)
     content = next(iter(columns))
-    progress = datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=_PROGRESS_DELAY_S)
+    progress = datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=3.0)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
         with pa.ipc.new_stream(str(partial), schema) as stream:
@@ -166,11 +160,14 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
         yield
         return
     try:
-        interval_s = distributed.poll_interval_s(_POLL_S)
+        interval_s = distributed.poll_interval_s(0.05)
         with filelock.FileLock(lock).acquire(poll_interval=interval_s):
             yield
-    except Exception as error:  # datasets wraps a full disk in its own error types
-        if not _is_disk_full(error):
+    except Exception as error:
+        cause: BaseException | None = error  # datasets wraps a full disk in its own error types
+        while cause is not None and getattr(cause, "errno", None) not in files.DISK_FULL_ERRNOS:
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
             raise
         free = shutil.disk_usage(cached.parent).free
         raise UserError(
@@ -179,13 +176,6 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
             "HF_DATASETS_CACHE to a folder on a larger disk.",
             is_named=True,
         ) from error
-
-
-def _is_disk_full(error: BaseException | None) -> bool:
-    """Returns True for DISK_FULL_ERRNOS, also as the cause of another error."""
-    if error is None or (isinstance(error, OSError) and error.errno in files.DISK_FULL_ERRNOS):
-        return error is not None
-    return _is_disk_full(error.__cause__ or error.__context__)
 
 
 def find_bad_records(

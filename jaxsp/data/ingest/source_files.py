@@ -13,7 +13,7 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import filelock
 import pyarrow as pa
@@ -234,12 +234,9 @@ def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int,
     """Returns values that change when a file does, whatever the working directory. `cp -p`, `rsync
     -t` and tar set a file's mtime, but nothing sets its ctime. Inodes are left out: on some network
     file systems they differ between mounts."""
-    identities = []
-    for file in files:
-        path = pathlib.Path(file).resolve()
-        stat = path.stat()
-        identities.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-    return identities
+    resolved = [pathlib.Path(file).resolve() for file in files]
+    stats = [(path, path.stat()) for path in resolved]
+    return [(str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats]
 
 
 def common_file_type(files: Sequence[str], source: Source) -> FileType:
@@ -270,12 +267,12 @@ class StoredFiles:
         pattern = url.removeprefix(f"{bucket}/")
         self._store = ObjectStore(bucket)
         is_glob = glob.has_magic(pattern)
-        objects = self._store.list(pattern, is_glob=is_glob)
-        self.versions = {
-            f"{bucket}/{name}": (info["size"], _version(info))
-            for name, info in sorted(objects.items())
-            if is_glob or name == pattern
-        }
+        self.versions = {}
+        for name, info in sorted(self._store.list(pattern, is_glob=is_glob).items()):
+            if is_glob or name == pattern:
+                # an ETag changes when an object is written with other content
+                version = info.get("ETag") or info.get("etag") or info.get("updated") or ""
+                self.versions[f"{bucket}/{name}"] = (info["size"], str(version).strip('"'))
         """Values that change when a file does, by its URL."""
         if not self.versions:
             raise UserError(
@@ -307,9 +304,3 @@ class StoredFiles:
                 self._store.download({name: path}, {name: size})
                 core_files.write_checksum(path)
         return path
-
-
-def _version(info: dict[str, Any]) -> str:
-    """Value that changes when an object is written with other content: its ETag."""
-    version = info.get("ETag") or info.get("etag") or info.get("updated") or ""
-    return str(version).strip('"')

@@ -91,58 +91,6 @@ def choose_lengths(
     return stored
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The documents and the segments that have a loss token: the others would cost steps and teach
-    nothing. The loss of the token before a cut is in the segment that ends there."""
-
-    segments: Segments
-    """All segments of the documents that are used; their documents are numbered as stored."""
-    num_loss: np.ndarray
-    """Number of loss tokens of each segment."""
-    is_segment_kept: np.ndarray
-    is_document_kept: np.ndarray
-    """True for each stored document with a loss token; of pairs, if both have one."""
-
-
-def select_segments(
-    chunks: Sequence[Chunk], used: np.ndarray, row_tokens: int | None, per_record: int
-) -> Selection:
-    """Selects the documents and segments that have a loss token.
-
-    Args:
-        used: number of tokens that are used of each stored document.
-        row_tokens: tokens of a row; None: no document is split.
-        per_record: number of documents of a record.
-    """
-    segments = packing.split_documents(used, row_tokens)
-    document = segments.document
-    # targets are first + 1 to last: a document's first token is never one
-    first = segments.offset
-    last = np.minimum(first + segments.length, used[document] - 1)
-    num_loss = last - first
-    chunk_begin = 0
-    for chunk in chunks:
-        chunk_end = chunk_begin + len(chunk.lengths)
-        if chunk.labels is not chunk.tokens:
-            num_before = np.concatenate(
-                [[0], np.cumsum(chunk.labels.read_all() != NO_LABEL, dtype=np.int32)]
-            )
-            part = slice(*np.searchsorted(document, [chunk_begin, chunk_end]))
-            target = chunk.starts[document[part] - chunk_begin] + 1
-            num_loss[part] = num_before[target + last[part]] - num_before[target + first[part]]
-        chunk_begin = chunk_end
-    is_document_kept = np.bincount(document, num_loss > 0, minlength=len(used)) > 0
-    if per_record == 2:
-        is_document_kept = np.repeat(is_document_kept.reshape(-1, 2).all(1), 2)
-    return Selection(
-        segments=segments,
-        num_loss=num_loss,
-        is_segment_kept=(num_loss > 0) & is_document_kept[document],
-        is_document_kept=is_document_kept,
-    )
-
-
 EVAL_SET_NAME = "held_out"
 
 
@@ -252,59 +200,82 @@ class SourceCounts:
         return bool(self.num_split or self.num_truncated or self.num_dropped)
 
 
-def count_sources(
+def select_documents(
     names: Sequence[str],
     tokenized: "Sequence[datasets.Dataset]",
-    selection: Selection,
+    chunks: Sequence[Chunk],
     *,
-    stored: np.ndarray,
     used: np.ndarray,
     is_in_split: np.ndarray,
+    row_tokens: int | None,
     count_held_out: bool,
-) -> tuple[SourceCounts, ...]:
-    """Counts the documents of each source.
+) -> tuple[np.ndarray, Segments, tuple[SourceCounts, ...]]:
+    """Selects the documents and the segments that have a loss token; the others would cost steps
+    and teach nothing. The loss of the token before a cut is in the segment that ends there.
 
     Args:
-        stored: number of tokens of each document.
-        used: for each document, the number of its tokens up to which segments are made.
-        is_in_split: for each document, True if it belongs to this split.
+        names: names of the sources.
+        used: number of tokens that are used of each stored document.
+        is_in_split: for each stored document, True if it belongs to this split.
+        row_tokens: tokens of a row; None: no document is split.
         count_held_out: True for a training set; of an evaluation set, the others are not held out.
+    Returns:
+        True for each stored document with a loss token (of pairs, if both have one); the segments
+        of these documents, which are numbered from 0; and counts of each source.
     """
     per_record = count_documents_per_record(tokenized[0])
+    segments = packing.split_documents(used, row_tokens)
+    document = segments.document
+    # targets are first + 1 to last: a document's first token is never one
+    first = segments.offset
+    last = np.minimum(first + segments.length, used[document] - 1)
+    num_loss = last - first
+    chunk_begin = 0
+    for chunk in chunks:
+        chunk_end = chunk_begin + len(chunk.lengths)
+        if chunk.labels is not chunk.tokens:
+            num_before = np.concatenate(
+                [[0], np.cumsum(chunk.labels.read_all() != NO_LABEL, dtype=np.int32)]
+            )
+            part = slice(*np.searchsorted(document, [chunk_begin, chunk_end]))
+            target = chunk.starts[document[part] - chunk_begin] + 1
+            num_loss[part] = num_before[target + last[part]] - num_before[target + first[part]]
+        chunk_begin = chunk_end
+    is_kept = np.bincount(document, num_loss > 0, minlength=len(used)) > 0
+    if per_record == 2:
+        is_kept = np.repeat(is_kept.reshape(-1, 2).all(1), 2)
+    has_loss = (num_loss > 0) & is_kept[document]
+
     source = np.repeat(np.arange(len(names)), [per_record * len(each) for each in tokenized])
-    segments = selection.segments
+    source_of_segment = source[document]
 
     def total(values: np.ndarray, sources: np.ndarray = source) -> np.ndarray:
         """Total of each source, of a value of each document."""
         return np.bincount(sources, values, minlength=len(names)).astype(np.int64)
 
-    def total_segments(values: np.ndarray) -> np.ndarray:
-        return total(values, source[segments.document])
-
-    is_kept = selection.is_document_kept
-    is_without_loss = ~selection.is_segment_kept
-    is_cut = np.bincount(segments.document, minlength=len(stored)) > 1
+    stored = np.concatenate([chunk.lengths for chunk in chunks])
     is_truncated = (used > 0) & (used < stored)
     left_out = stored * (is_in_split & (used == 0))
     is_held_out = ~is_in_split & count_held_out
     num_empty = total(is_in_split & (stored == 0)) // per_record
     totals = {
         "num_documents": total(is_kept),
-        "num_tokens": total_segments(segments.length * selection.is_segment_kept),
-        "num_loss_tokens": total_segments(selection.num_loss),
-        "num_split": total(is_cut),
+        "num_tokens": total(segments.length * has_loss, source_of_segment),
+        "num_loss_tokens": total(num_loss, source_of_segment),
+        "num_split": total(np.bincount(document, minlength=len(stored)) > 1),
         "num_truncated": total(is_truncated),
         "num_tokens_truncated": total((stored - used) * is_truncated),
         "num_dropped": total(left_out > 0),
         "num_tokens_dropped": total(left_out),
         "num_without_loss": total((used > 0) & ~is_kept),
-        "num_segments_without_loss": total_segments(is_without_loss & is_kept[segments.document]),
-        "num_tokens_without_loss": total_segments(segments.length * is_without_loss),
+        "num_segments_without_loss": total(~has_loss & is_kept[document], source_of_segment),
+        "num_tokens_without_loss": total(segments.length * ~has_loss, source_of_segment),
         "num_held_out": total(is_held_out),
         "num_tokens_held_out": total(stored * is_held_out),
     }
     counts = []
     for number, (name, dataset) in enumerate(zip(names, tokenized, strict=True)):
+        numbers = {field: int(values[number]) for field, values in totals.items()}
         # a bad record has no tokens, and records without tokens are never held out
         num_skipped = 0
         skipped: list[RecordEntry] = []
@@ -312,21 +283,14 @@ def count_sources(
             num_skipped, skipped = record_cache.find_bad_records(
                 dataset, max_examples=_MAX_NAMED_RECORDS
             )
-        num_bare_answers = 0
+        numbers |= {"num_skipped": num_skipped, "num_empty": int(num_empty[number]) - num_skipped}
+        numbers["num_bare_answers"] = 0
         if BARE_ANSWERS in dataset.column_names:
+            bare_answers = dataset.data.column(BARE_ANSWERS).to_numpy()
             is_record_kept = is_kept[source == number][::per_record]
-            num_bare_answers = int(
-                dataset.data.column(BARE_ANSWERS).to_numpy()[is_record_kept].sum()
-            )
-        numbers = {field: int(values[number]) for field, values in totals.items()}
-        counts.append(
-            SourceCounts(
-                name=name,
-                num_skipped=num_skipped,
-                skipped_examples=tuple(f"{each['place']}: {each['problem']}" for each in skipped),
-                num_empty=int(num_empty[number]) - num_skipped,
-                num_bare_answers=num_bare_answers,
-                **numbers,
-            )
-        )
-    return tuple(counts)
+            numbers["num_bare_answers"] = int(bare_answers[is_record_kept].sum())
+        examples = tuple(f"{each['place']}: {each['problem']}" for each in skipped)
+        counts.append(SourceCounts(name=name, skipped_examples=examples, **numbers))
+    kept = segments.select(has_loss)
+    renumbered = np.cumsum(is_kept)[kept.document] - 1
+    return is_kept, dataclasses.replace(kept, document=renumbered), tuple(counts)

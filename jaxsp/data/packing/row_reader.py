@@ -63,7 +63,6 @@ class Documents:
         stats: Sequence[TokenStats] | None = None,
         has_scores: bool = False,
     ):
-        names = source_names or [str(number) for number in range(len(tokenized))]
         self._max_id = np.iinfo(np.int32).max
         """Highest id of all tokens and labels, if it is known."""
         if stats is not None:
@@ -85,27 +84,19 @@ class Documents:
             is_in_split = np.repeat(np.concatenate(held_out) == use_held_out, self.per_record)
         usable = document_selection.choose_lengths(stored, *options, self.per_record)
         used = np.where(is_in_split, usable, 0)
-        selection = document_selection.select_segments(
-            self._chunks, used, row_tokens, self.per_record
-        )
-        self.sources = document_selection.count_sources(
-            names,
+        is_kept, self.segments, self.sources = document_selection.select_documents(
+            source_names or [str(number) for number in range(len(tokenized))],
             tokenized,
-            selection,
-            stored=stored,
+            self._chunks,
             used=used,
             is_in_split=is_in_split,
+            row_tokens=row_tokens,
             count_held_out=not use_held_out,
         )
-        is_kept = selection.is_document_kept
         self._stored_index = np.flatnonzero(is_kept)
         """Index among the stored documents of each document."""
         self.lengths = used[is_kept].astype(np.int64)
         """Number of tokens of each document, up to which it has segments."""
-        kept = selection.segments.select(selection.is_segment_kept)
-        new_number = np.cumsum(is_kept) - 1
-        self.segments = dataclasses.replace(kept, document=new_number[kept.document])
-        """Segments to pack, in order."""
         self._record_ends = np.cumsum([len(dataset) for dataset in tokenized])
         self._chunk_ends = np.cumsum([len(chunk.lengths) for chunk in self._chunks])
         self.is_desirable = self._read_column(IS_DESIRABLE)
@@ -241,18 +232,14 @@ class Documents:
             part.labels[:] = NO_LABEL
             last = left - begin + self.lengths[document] - 1 - first_token
             part.labels[last[last < left - begin + num_tokens]] = 0
-        self._check_ids(part)
-        return part
-
-    def _check_ids(self, part: RowSlice) -> None:
-        """Checks ids after their checksums: training on an id out of range corrupts weights. It
-        takes 1 % of the time of `read_slice`. Raises: NeedsAttentionError."""
+        # Training on an id out of range corrupts weights. The check takes 1 % of the time.
         for ids, lowest in ((part.tokens, 0), (part.labels, NO_LABEL)):
             if len(ids) and not lowest <= ids.min() <= ids.max() <= self._max_id:
                 raise NeedsAttentionError(
                     f"data: a row has ids from {ids.min()} to {ids.max()}, but the highest id in "
                     f"the documents is {self._max_id}: this machine's memory may be faulty."
                 )
+        return part
 
 
 def concatenate_slices(slices: Sequence[RowSlice]) -> RowSlice:
