@@ -68,6 +68,11 @@ def write_corpora() -> None:
             for number, pair in enumerate(pairs)
         ],
         "unpaired": [record | {"label": draw.random() < 0.5} for record in split],
+        "text pairs": [
+            {"prompt": text, "chosen": f" {text[::-1]}", "rejected": f" {text[3:]}."}
+            for text in words
+        ],
+        "text unpaired": [record | {"label": draw.random() < 0.5} for record in plain],
         "tokens": [{"input_ids": record["input_ids"]} for record in ids],
         "labels": ids,
     }
@@ -112,6 +117,12 @@ def list_cases() -> dict[str, tuple[list[dict[str, object]], dict[str, object]]]
         ],
         {"eval_fraction": 0.1},
     )
+    for name, format in (("text pairs", "preference"), ("text unpaired", "unpaired")):
+        source = {"source": f"{name}.jsonl", "format": format}
+        cases[name] = ([source], {"long_documents": "drop"})
+        cases[f"{name} truncated"] = ([source], {"long_documents": "truncate"})
+        bad = source | {"ignore_fields": ["label"]} if format == "unpaired" else source
+        cases[f"{name} bad"] = ([bad], {"long_documents": "error", "on_bad_record": "skip"})
     chat_formats = {
         "messages": "messages",
         "split": "prompt_completion",

@@ -79,36 +79,42 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
         differ), unless only the generation prompt is; a template never writes today's date.
     """
     prompt = record.get("prompt")
-    if isinstance(prompt, str):
-        render = None
-    else:
-        render = TemplateRenderer(
-            record,
-            tokenizer=options.tokenizer,
-            template=options.template,
-            with_marks=prompt is None and not options.has_full_loss,
-            date=options.date,
-        )
-        turn_end = turn_ends.find(options.tokenizer, render.template)
-        if prompt is None and not options.has_full_loss:
-            return (_render_conversation(record["messages"], render, turn_end, options),)
     completions = {name: record[name] for name in COMPLETION_FIELDS if name in record}
     if prompt is None:
+        prompt = []
         completions = {"messages": record["messages"]}
+    is_only = len(completions) == 1
     documents = []
+    if isinstance(prompt, str):
+        for field, completion in completions.items():
+            text = prompt + completion
+            spans = None if options.has_full_loss else ((len(prompt), len(text)),)
+            document = RenderedRecord(
+                text=text,
+                name="" if is_only else field.replace("_", " "),
+                loss_spans=spans,
+                has_exact_spans=False,
+                is_plain=True,
+            )
+            documents.append(document)
+        return tuple(documents)
+    is_conversation = "messages" in completions and not options.has_full_loss
+    render = TemplateRenderer(
+        record,
+        tokenizer=options.tokenizer,
+        template=options.template,
+        with_marks=is_conversation,
+        date=options.date,
+    )
+    turn_end = turn_ends.find(options.tokenizer, render.template)
+    if is_conversation:
+        return (_render_conversation(record["messages"], render, turn_end, options),)
     for field, completion in completions.items():
-        name = field.replace("_", " ") if len(completions) > 1 else ""
+        name = "" if is_only else field.replace("_", " ")
         with at_document(name):
-            if render is None:
-                text = prompt + completion
-                spans = None if options.has_full_loss else ((len(prompt), len(text)),)
-                document = RenderedRecord(
-                    text=text, loss_spans=spans, has_exact_spans=False, is_plain=True
-                )
-            else:
-                document = _render_completion(
-                    prompt or [], completion, render, turn_end, options, is_only=not name
-                )
+            document = _render_completion(
+                prompt, completion, render, turn_end, options, is_only=not name
+            )
         documents.append(dataclasses.replace(document, name=name))
     return tuple(documents)
 

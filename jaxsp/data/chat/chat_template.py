@@ -188,10 +188,8 @@ class TemplateRenderer:
         self, messages: Sequence[dict[str, Any]], *, prompt: bool = False, is_open: bool = False
     ) -> tuple[str, TextSpans]:
         """Returns the text of messages, and its marked spans.
-
         Args: prompt: append the generation prompt. is_open: leave out the end of the last message.
-        Raises: UserError if the template fails.
-        """
+        Raises: UserError if the template fails."""
         return self._render(
             messages, self._tools, add_generation_prompt=prompt, continue_final_message=is_open
         )

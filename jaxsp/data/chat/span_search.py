@@ -4,9 +4,9 @@ There are three methods. Each returns the spans of the messages, or None if the 
 meet its assumptions. Methods that succeed find the same spans (tests/data/chat/test_chat.py).
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.template_text import ASSISTANT, Messages, unused_words
@@ -17,8 +17,7 @@ RenderText = Callable[..., str]
 _USER = "user"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AssistantSpan:
+class AssistantSpan(NamedTuple):
     """Position of an assistant message in the rendered conversation, without its header."""
 
     span: tuple[int, int]

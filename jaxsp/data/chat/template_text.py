@@ -47,12 +47,10 @@ def list_messages(record: dict[str, Any]) -> Messages:
 
 
 def required_phrases(message: dict[str, Any]) -> list[list[str]]:
-    """Lists the text that a template must write for a message, however it trims the message.
-
-    The first group is the content without thinking; each tool call is another group. The phrases of
-    a call are its name, its argument names, and the longest part of each string in the arguments
-    that no notation (JSON, Python, XML) escapes. The phrases of a group may come in any order.
-    """
+    """Lists the text that a template must write for a message, however it trims the message. The
+    first group is the content without thinking; each tool call is another group. The phrases of a
+    call are its name, its argument names, and the longest part of each string in the arguments that
+    no notation (JSON, Python, XML) escapes. The phrases of a group may come in any order."""
     groups = [[visible_content(message)]]
     for call in list_tool_calls(message):
         function = call.get("function", call)

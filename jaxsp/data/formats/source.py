@@ -117,10 +117,8 @@ class Source(ConfigSection, abc.ABC):
     values: ClassVar[Mapping[str, Any]] = {}
     """Stored columns with one value for each record, with the value of a bad record."""
     bytes_per_worker: ClassVar[int] = 2**25
-    """Bytes of records that are worth a tokenization worker.
-
-    A worker takes 3 to 8 s to start. Without workers, the tokenizer's threads use all cores too,
-    except for a tenth of the time with text, and longer with templates, which Python renders. (40
+    """Bytes of records that are worth a tokenization worker, which takes 3 to 8 s to start. Without
+    workers, the tokenizer's threads use all cores too, except while Python renders templates. (40
     MB of text on 2 cores: 10 s without workers, 17 s with.)"""
     needs_tokenizer: ClassVar[bool] = True
     is_chat: ClassVar[bool] = False
@@ -195,10 +193,8 @@ class Source(ConfigSection, abc.ABC):
 
     def convert(self, record: Any, *, has_labels: bool = False) -> Record:
         """Returns the columns to store of a record.
-
         Args: has_labels: records of tokens have labels; all of them must, or none.
-        Raises: UserError if the record cannot be used.
-        """
+        Raises: UserError if the record cannot be used."""
         if not isinstance(record, dict):
             example = f"{{{json.dumps(self.required[0])}: ...}}"
             raise UserError(f"is {records.type_name(record)}, not a record such as {example}.")
@@ -246,10 +242,8 @@ class Source(ConfigSection, abc.ABC):
 
     def _refuse_unread(self, record: Record, content: Any) -> None:
         """Refuses text in fields that nothing reads, unless a message of the prompt has it too.
-
         Args: content: value of a field that the format requires.
-        Raises: UserError with a config that reads the text, if there is one.
-        """
+        Raises: UserError with a config that reads the text, if there is one."""
         read = self.known_columns()
         unread = [
             name

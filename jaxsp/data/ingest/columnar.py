@@ -141,12 +141,10 @@ _LIST_TYPES = (
 
 
 def _parse_value(value: Any, kind: pa.DataType) -> Any:
-    """Parses the JSON in a value, and drops null fields of objects.
-
-    `datasets` writes a field as JSON if its type differs between records. A table gives each object
-    the fields of all. A map stays pyarrow's list of pairs, with its
-    nulls: it has only its own keys. Values of other types stay as they are.
-    """
+    """Parses the JSON in a value, and drops null fields of objects. `datasets` writes a field as
+    JSON if its type differs between records. A table gives each object the fields of all. A map
+    stays pyarrow's list of pairs, with its nulls: it has only its own keys. Values of other types
+    stay as they are."""
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):

@@ -150,10 +150,8 @@ def select_ranges(splits: "Mapping[str, datasets.Dataset]", spec: str) -> "datas
 
 def resolve_ranges(spec: str, lengths: Mapping[str, int]) -> list[tuple[str, int, int]]:
     """Returns split, start and stop of each part in `spec`, by the rules of `datasets`.
-
-    Args:   lengths: number of records of each split.
-    Raises: UserError if `spec` is not valid, or names an unknown split or an empty part.
-    """
+    Args: lengths: number of records of each split.
+    Raises: UserError if `spec` is not valid, or names an unknown split or an empty part."""
     import datasets
 
     try:

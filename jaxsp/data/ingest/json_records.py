@@ -34,10 +34,8 @@ def read_lines(stream: io.BufferedReader) -> Iterator[tuple[int, Any, str | None
 
 def read_array(text: str) -> Iterator[tuple[int, Any, str | None]]:
     """Yields number, record and problem of each element.
-
     Args: text: with surrogates in place of bytes that are not UTF-8.
-    Raises: ValueError if the text is not one complete array.
-    """
+    Raises: ValueError if the text is not one complete array."""
     decoder = _Decoder()
     place = 0
 

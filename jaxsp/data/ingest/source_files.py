@@ -149,10 +149,8 @@ def read_files(files: Sequence[str], select: Select) -> Iterator[LocatedRecord]:
 
 def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator[LocatedRecord]:
     """Yields every record of a file in order; those that cannot be read have a problem instead.
-
-    Args:   name: the file's name in places and errors, if it has another one.
-    Raises: UserError naming the file, and the last record before the damage.
-    """
+    Args: name: the file's name in places and errors, if it has another one.
+    Raises: UserError naming the file, and the last record before the damage."""
     return columnar.locate_records(name or file, _read_file(file, select))
 
 

@@ -218,10 +218,8 @@ def _check_records(
 
 def check_no_duplicates(sources: Mapping[str, Source]) -> None:
     """Checks that no file is read twice in the same way, which would count its documents twice.
-
-    Args:   sources: sources that can be read, by field, such as data.train.0.
-    Raises: UserError naming the second source.
-    """
+    Args: sources: sources that can be read, by field, such as data.train.0.
+    Raises: UserError naming the second source."""
     first_fields: dict[tuple[str, str], str] = {}
     # with other fields, or another split, a file has other documents
     settings = {

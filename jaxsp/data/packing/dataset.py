@@ -63,10 +63,15 @@ class PackedDataset:
 
     def is_epoch_end(self, schedule: RowSchedule, num_steps: int) -> bool:
         """True if an epoch ends with step `num_steps` of a schedule."""
-        before, after = (
-            _count_epochs(self.stream, schedule.rows_consumed(steps))
-            for steps in (num_steps - 1, num_steps)
-        )
+
+        def count_epochs(num_rows: int) -> int:
+            """Complete passes in the first rows. Plans no epoch that they do not reach."""
+            epoch = self.stream.find_epoch(num_rows - 1) if num_rows else 0
+            assert epoch is not None, "sources mixed by weight have no epochs"
+            return epoch + (num_rows == self.stream.count_rows(epoch + 1))
+
+        consumed = map(schedule.rows_consumed, (num_steps - 1, num_steps))
+        before, after = map(count_epochs, consumed)
         return after > before
 
     def make_loader(self, schedule: RowSchedule, placement: RowPlacement) -> BatchLoader:
@@ -94,13 +99,6 @@ class PackedDataset:
                 for source, digest in self.digested_sources
             ],
         }
-
-
-def _count_epochs(stream: RowStream, num_rows: int) -> int:
-    """Complete passes in the first rows of a stream. Plans no epoch that they do not reach."""
-    epoch = stream.find_epoch(num_rows - 1) if num_rows else 0
-    assert epoch is not None, "sources mixed by weight have no epochs"
-    return epoch + (num_rows == stream.count_rows(epoch + 1))
 
 
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -45,8 +45,9 @@ def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) ->
     ids = {}
     for name in lists.keys() - {"weights"}:
         arrays = [values for _, values in lists[name]]
-        is_known = stats is not None
-        ids[name] = stats.check_blocks(name, arrays) if is_known else [*map(CheckedIds, arrays)]
+        ids[name] = [*map(CheckedIds, arrays)]
+        if stats is not None:
+            ids[name] = stats.check_blocks(name, arrays)
     has_pairs = count_documents_per_record(dataset) == 2
     first_tokens = dataset.data.column(FIRST_TOKENS).to_numpy() if has_pairs else None
     chunks = []
@@ -172,15 +173,13 @@ class SourceCounts:
     num_tokens: int
     num_loss_tokens: int
     num_skipped: int
-    """Bad records that are left out."""
+    """Bad records."""
     skipped_examples: tuple[str, ...]
-    """Location and problem of the first skipped records."""
     num_empty: int
-    """Records without a token, which are left out."""
+    """Records without a token."""
     num_split: int
     """Documents longer than a row that are split into segments."""
     num_truncated: int
-    """Documents longer than a row of which only the beginning is used."""
     num_tokens_truncated: int
     num_dropped: int
     num_tokens_dropped: int

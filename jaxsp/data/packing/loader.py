@@ -204,14 +204,14 @@ class BatchLoader:
         return segments
 
     def batches(self) -> Generator[tuple[Batch, StepCounts]]:
-        """Yields the steps in order; the next two are read while one is used.
-
-        Request the next batch when a step is dispatched and before its metrics are fetched. It is
-        then copied to the devices while the step runs. An exception in a read is raised here and
-        ends the iteration.
-        """
+        """Yields the steps in order; the next two are read while one is used. Request the next
+        batch when a step is dispatched and before its metrics are fetched. It is then copied to the
+        devices while the step runs. An exception in a read is raised here and ends the
+        iteration."""
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-        steps = iter(_StepDataset(self).to_iter_dataset(options))
+        steps = iter(
+            grain.MapDataset.range(self.num_steps).map(self.read_step).to_iter_dataset(options)
+        )
         with contextlib.closing(steps):
             for host_batch in steps:
                 arrays: dict[str, Any] = {
@@ -219,7 +219,13 @@ class BatchLoader:
                     for name, blocks in host_batch.blocks.items()
                 }
                 if host_batch.pairs is not None:
-                    arrays["pairs"] = jax.tree.map(self._put_everywhere, host_batch.pairs)
+                    whole = NamedSharding(self._placement.mesh, PartitionSpec())
+                    arrays["pairs"] = jax.tree.map(
+                        lambda array, whole=whole: jax.make_array_from_callback(
+                            array.shape, whole, array.__getitem__
+                        ),
+                        host_batch.pairs,
+                    )
                 yield Batch(**arrays), host_batch.counts
 
     def _put_on_devices(
@@ -230,10 +236,6 @@ class BatchLoader:
         return jax.make_array_from_callback(
             shape, sharding, lambda index: blocks[_to_span(index, shape)]
         )
-
-    def _put_everywhere(self, array: np.ndarray) -> jax.Array:
-        whole = NamedSharding(self._placement.mesh, PartitionSpec())
-        return jax.make_array_from_callback(array.shape, whole, array.__getitem__)
 
     def _sort_rows(self, step: int) -> tuple[PackedRows, int]:
         """Returns the rows of a step, those with the most attention work first and empty rows last;
@@ -284,20 +286,6 @@ class BatchLoader:
                 values = np.array([part[field] for part in parts])
                 blocks[name][span] = values.reshape(*places.shape, -1)
         return blocks
-
-
-class _StepDataset(grain.MapDataset[HostBatch]):
-    """Adapter for grain's prefetch thread: element k is step k."""
-
-    def __init__(self, loader: BatchLoader):
-        super().__init__()
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return self._loader.num_steps
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._loader.read_step(index)
 
 
 def find_places(placement: RowPlacement) -> np.ndarray:

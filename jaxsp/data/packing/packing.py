@@ -25,8 +25,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_PLAN_CACHE_SIZE = 4
-
 _NUM_PACKINGS = 4
 """Number of epochs that are packed anew. Later epochs reuse these packings in turn, with their rows
 in another order. So four packings are enough to count the rows of any number of epochs (1.6 s each
@@ -200,8 +198,12 @@ class PackedEpochs:
         self.block_rows = per_record if self.num_split_pairs else 1
         """Number of consecutive rows that belong together: 2 if pairs are split over two rows."""
 
-        @functools.lru_cache(_PLAN_CACHE_SIZE)
-        def pack_epoch(epoch: int) -> PackedRows:
+        @functools.lru_cache(2 * _NUM_PACKINGS)
+        def plan_epoch(epoch: int) -> PackedRows:
+            if epoch >= _NUM_PACKINGS:
+                plan = plan_epoch(epoch % _NUM_PACKINGS)
+                random = np.random.default_rng((seed, epoch))
+                return plan.select_rows(permute_rows(random, len(plan), self.block_rows))
             return plan_rows(
                 segments,
                 row_tokens=row_tokens,
@@ -209,14 +211,6 @@ class PackedEpochs:
                 seed=(seed, epoch),
                 per_record=per_record,
             )
-
-        @functools.lru_cache(_PLAN_CACHE_SIZE)
-        def plan_epoch(epoch: int) -> PackedRows:
-            plan = pack_epoch(epoch % _NUM_PACKINGS)
-            if epoch < _NUM_PACKINGS:
-                return plan
-            random = np.random.default_rng((seed, epoch))
-            return plan.select_rows(permute_rows(random, len(plan), self.block_rows))
 
         self.plan_epoch = plan_epoch
         self.num_tokens = int(segments.length.sum())

@@ -74,8 +74,8 @@ class Documents:
         """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
         self._chunks: list[Chunk] = []
         options = (row_tokens, long_documents)
-        for dataset, checks in zip(tokenized, stats or [None] * len(tokenized), strict=True):
-            chunks = document_selection.read_chunks(dataset, checks)
+        for number, dataset in enumerate(tokenized):
+            chunks = document_selection.read_chunks(dataset, stats[number] if stats else None)
             _check_lengths(dataset, np.concatenate([chunk.lengths for chunk in chunks]), *options)
             self._chunks += chunks
         stored = np.concatenate([chunk.lengths for chunk in self._chunks])
@@ -255,10 +255,8 @@ def make_slots(
     row: Segments, max_segments: int, documents: np.ndarray | Sequence[int] = ()
 ) -> dict[str, np.ndarray]:
     """Returns the starts, lengths and documents of a row's segments; unused slots are 0, 0 and -1.
-
     Args: documents: number in the step of each segment's document; empty without pairs.
-    Shapes: [max_segments], int32.
-    """
+    Shapes: [max_segments], int32."""
     padding = (0, max_segments - len(row.length))
     numbers = np.full(max_segments, -1, np.int32)
     numbers[: len(documents)] = documents

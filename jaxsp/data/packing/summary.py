@@ -50,10 +50,8 @@ def _describe_rows(data: PackedDataset) -> str:
 
 def describe_epochs(data: PackedDataset, schedule: RowSchedule, epochs: int | None) -> str:
     """Describes the number and the size of a run's epochs; empty if sources are mixed by weight.
-
     Args: epochs: run.epochs.
-    Examples: `2 epochs of 5 steps`, `2 epochs of 12 rows (steps continue across epochs)`.
-    """
+    Examples: `2 epochs of 5 steps`, `2 epochs of 12 rows (steps continue across epochs)`."""
     if data.source_weights is not None:
         return ""
     epoch = data.make_schedule(schedule.rows_per_step, epochs=1)

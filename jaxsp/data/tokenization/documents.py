@@ -116,13 +116,12 @@ def _align_loss_starts(documents: list[EncodedDocument]) -> None:
         because the prompt has another one when nothing follows.
     """
     first, second = documents
-    assert first.labels is not None, "only completions have a loss"
-    assert second.labels is not None, "only completions have a loss"
     shorter = min(len(first.tokens), len(second.tokens))
     differs = np.append(first.tokens[:shorter] != second.tokens[:shorter], True)
-    starts = [int((labels != NO_LABEL).argmax()) for labels in (first.labels, second.labels)]
+    starts = [int(np.argmax(each.labels != NO_LABEL)) for each in documents]
     begin = min(*starts, int(differs.argmax()))
     for document, start in zip(documents, starts, strict=True):
+        assert document.labels is not None, "only completions have a loss"
         document.labels[begin:start] = document.tokens[begin:start]
 
 

@@ -60,10 +60,8 @@ class TextEncoder:
         self, document: RenderedRecord, encoding: Any
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns token ids and labels (int32, not shifted; None: every token has loss).
-
-        Args:   encoding: what `tokenize` returned for the document.
-        Raises: UserError if the tokenizer fails, or a label would be uncertain.
-        """
+        Args: encoding: what `tokenize` returned for the document.
+        Raises: UserError if the tokenizer fails, or a label would be uncertain."""
         if encoding is None:
             has_labels = document.loss_spans is not None
             (encoding,) = self._tokenize([document.text], has_labels=has_labels)
@@ -84,10 +82,8 @@ class TextEncoder:
 
     def encode_prompt(self, text: str, *, is_plain: bool) -> list[int]:
         """Returns the tokens of a text that a model continues, without an end token.
-
-        Args:   is_plain: False for a rendered chat, which has its special tokens.
-        Raises: UserError if the tokenizer fails.
-        """
+        Args: is_plain: False for a rendered chat, which has its special tokens.
+        Raises: UserError if the tokenizer fails."""
         with at("prompt"):
             (encoding,) = self._tokenize([text], has_labels=False)
         ids = encoding if isinstance(encoding, list) else encoding.ids

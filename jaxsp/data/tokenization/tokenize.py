@@ -97,10 +97,7 @@ def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
 
 
 def _map_dataset(
-    dataset: "datasets.Dataset",
-    options: TokenizeOptions,
-    max_workers: int | None,
-    fingerprint: str,
+    dataset: "datasets.Dataset", options: TokenizeOptions, max_workers: int | None, fingerprint: str
 ) -> "datasets.Dataset":
     """Tokenizes a dataset, in worker processes if it is large."""
     import datasets
