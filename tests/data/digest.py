@@ -121,8 +121,7 @@ def list_cases() -> dict[str, tuple[list[dict[str, object]], dict[str, object]]]
         source = {"source": f"{name}.jsonl", "format": format}
         cases[name] = ([source], {"long_documents": "drop"})
         cases[f"{name} truncated"] = ([source], {"long_documents": "truncate"})
-        bad = source | {"ignore_fields": ["label"]} if format == "unpaired" else source
-        cases[f"{name} bad"] = ([bad], {"long_documents": "error", "on_bad_record": "skip"})
+        cases[f"{name} error"] = ([source], {"long_documents": "error"})
     chat_formats = {
         "messages": "messages",
         "split": "prompt_completion",
