@@ -61,11 +61,20 @@ def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_s
     )
 
 
+def pack(documents, config, *, digests=("x",), **fields):
+    return dataset.pack_documents(
+        "train", documents, config.data, seed=config.run.seed, digests=digests, **fields
+    )
+
+
+def load(data, config, mesh=(1, 1, 1), **steps):
+    schedule = data.make_schedule(config.batch.rows_per_step, **steps)
+    return data.make_loader(schedule, rows_on(config, *mesh))
+
+
 def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=KEPT_ORDER, **fields):
     config = settings_of(**fields)
-    data = dataset.pack_documents(
-        "train", documents, config.data, seed=config.run.seed, digests=["unused"]
-    )
+    data = pack(documents, config)
     schedule = data.make_schedule(config.batch.rows_per_step, consumed=first_row, epochs=epochs)
     return data.make_loader(schedule, rows_on(config, *mesh, layout=layout))
 
