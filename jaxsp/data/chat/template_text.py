@@ -112,21 +112,20 @@ def find_end(text: str, message: dict[str, Any], start: int = 0) -> int | None:
     """Returns where a message's phrases end in a text; None if one of them is missing.
     Args: start: first character to search."""
     for group in required_phrases(message):
-        ends = [_find_phrase_end(text, phrase, start) for phrase in group]
-        if -1 in ends:
-            return None
+        ends = []
+        for phrase in group:
+            # a template may write a tool's result as JSON, sometimes with all non-ASCII escaped
+            plain_forms = {phrase, json.dumps(phrase, ensure_ascii=False)[1:-1]}
+            for forms in (plain_forms, {json.dumps(phrase)[1:-1]}):
+                places = [(text.find(form, start), len(form)) for form in forms]
+                found = [place + length for place, length in places if place >= 0]
+                if found:
+                    break
+            else:
+                return None
+            ends.append(min(found))
         start = max(ends)
     return start
-
-
-def _find_phrase_end(text: str, phrase: str, start: int) -> int:
-    # a template may write a tool's result as JSON, sometimes with all non-ASCII text escaped
-    plain_forms = {phrase, json.dumps(phrase, ensure_ascii=False)[1:-1]}
-    for forms in (plain_forms, {json.dumps(phrase)[1:-1]}):
-        ends = [place + len(form) for form in forms if (place := text.find(form, start)) >= 0]
-        if ends:
-            return min(ends)
-    return -1
 
 
 def starts_with_message(message: dict[str, Any], text: str, *, before: str) -> bool:

@@ -74,24 +74,6 @@ def count_documents_per_record(dataset: "datasets.Dataset") -> int:
     return 2 if FIRST_TOKENS in dataset.column_names else 1
 
 
-def choose_lengths(
-    stored: np.ndarray, row_tokens: int | None, long_documents: str, per_record: int = 1
-) -> np.ndarray:
-    """Number of tokens to use of each document; 0: none. A pair is used as a whole.
-
-    Args:
-        stored: number of tokens of each document.
-        row_tokens: tokens of a row; None: documents have any length.
-        long_documents: data.long_documents.
-    """
-    if row_tokens is not None and long_documents == "truncate":
-        return np.minimum(stored, row_tokens)
-    if row_tokens is not None and long_documents == "drop":
-        is_record_long = (stored.reshape(-1, per_record) > row_tokens).any(1)
-        return np.where(np.repeat(is_record_long, per_record), 0, stored)
-    return stored
-
-
 EVAL_SET_NAME = "held_out"
 
 

@@ -294,15 +294,11 @@ def find_places(placement: RowPlacement) -> np.ndarray:
     microbatches = num_microbatches(
         rows_per_step=placement.rows_per_step, global_microbatch_rows=num_slots
     )
-    groups = {
-        "num_groups": placement.num_groups,
-        "rows_per_microbatch": placement.rows_per_microbatch,
-    }
-    return np.array(
-        [
-            [step_row_index(microbatch, slot, **groups) for slot in range(num_slots)]
-            for microbatch in range(microbatches)
-        ]
+    return step_row_index(
+        np.arange(microbatches)[:, None],
+        np.arange(num_slots),
+        num_groups=placement.num_groups,
+        rows_per_microbatch=placement.rows_per_microbatch,
     )
 
 

@@ -30,6 +30,8 @@ _NUM_PACKINGS = 4
 in another order. So four packings are enough to count the rows of any number of epochs (1.6 s each
 for a million documents)."""
 
+_PLAN_CACHE_SIZE = 2 * _NUM_PACKINGS
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
@@ -198,7 +200,7 @@ class PackedEpochs:
         self.block_rows = per_record if self.num_split_pairs else 1
         """Number of consecutive rows that belong together: 2 if pairs are split over two rows."""
 
-        @functools.lru_cache(2 * _NUM_PACKINGS)
+        @functools.lru_cache(_PLAN_CACHE_SIZE)
         def plan_epoch(epoch: int) -> PackedRows:
             if epoch >= _NUM_PACKINGS:
                 plan = plan_epoch(epoch % _NUM_PACKINGS)

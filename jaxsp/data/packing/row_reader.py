@@ -73,17 +73,21 @@ class Documents:
         self.per_record = document_selection.count_documents_per_record(tokenized[0])
         """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
         self._chunks: list[Chunk] = []
-        options = (row_tokens, long_documents)
         for number, dataset in enumerate(tokenized):
             chunks = document_selection.read_chunks(dataset, stats[number] if stats else None)
-            _check_lengths(dataset, np.concatenate([chunk.lengths for chunk in chunks]), *options)
+            lengths = np.concatenate([chunk.lengths for chunk in chunks])
+            _check_lengths(dataset, lengths, row_tokens, long_documents)
             self._chunks += chunks
         stored = np.concatenate([chunk.lengths for chunk in self._chunks])
         is_in_split = np.ones(len(stored), bool)
         if held_out is not None:
             is_in_split = np.repeat(np.concatenate(held_out) == use_held_out, self.per_record)
-        usable = document_selection.choose_lengths(stored, *options, self.per_record)
-        used = np.where(is_in_split, usable, 0)
+        used = stored * is_in_split
+        if row_tokens is not None and long_documents == "truncate":
+            used = np.minimum(used, row_tokens)
+        if row_tokens is not None and long_documents == "drop":  # a pair is used as a whole
+            is_long = (stored.reshape(-1, self.per_record) > row_tokens).any(1)
+            used *= ~np.repeat(is_long, self.per_record)
         is_kept, self.segments, self.sources = document_selection.select_documents(
             source_names or [str(number) for number in range(len(tokenized))],
             tokenized,

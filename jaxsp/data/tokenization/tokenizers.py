@@ -148,8 +148,7 @@ def _load_as_in_file(
                 f"transformers.PreTrainedTokenizerFast.from_pretrained({name!r})."
             )
         tokenizer = from_file
-    if _has_wrong_split(getattr(tokenizer, "backend_tokenizer", None)):
-        _correct_split(tokenizer.backend_tokenizer)
+    if _correct_split(getattr(tokenizer, "backend_tokenizer", None)):
         notes.append(
             f"{name}: its tokenizer.json splits text by another pattern than Mistral's tokenizers "
             "do. jaxsp uses Mistral's, like transformers with fix_mistral_regex=True; so does the "
@@ -165,8 +164,7 @@ def correct_file(directory: pathlib.Path) -> None:
     path = directory / _FILE
     if path.is_file():
         backend = tokenizers.Tokenizer.from_file(str(path))
-        if _has_wrong_split(backend):
-            _correct_split(backend)
+        if _correct_split(backend):
             backend.save(str(path))
 
 
@@ -200,17 +198,16 @@ def _load_file(
     return fast.from_pretrained(name, **missing) if missing else from_file
 
 
-def _has_wrong_split(backend: "tokenizers.Tokenizer | None") -> bool:
-    """True for a vocabulary of Mistral's whose text is split as Llama 3's."""
-    if backend is None or backend.token_to_id(_TEKKEN_TOKEN) is None or not backend.pre_tokenizer:
-        return False
-    splits = json.loads(backend.pre_tokenizer.__getstate__()).get("pretokenizers") or [{}]
-    return splits[0].get("pattern") == {"Regex": _LLAMA_SPLIT}
-
-
-def _correct_split(backend: "tokenizers.Tokenizer") -> None:
+def _correct_split(backend: "tokenizers.Tokenizer | None") -> bool:
+    """Corrects a vocabulary of Mistral's whose text is split as Llama 3's; True if it was one."""
     import tokenizers
     from tokenizers import pre_tokenizers
 
-    steps: Any = backend.pre_tokenizer  # a sequence
+    if backend is None or backend.token_to_id(_TEKKEN_TOKEN) is None or not backend.pre_tokenizer:
+        return False
+    steps: Any = backend.pre_tokenizer
+    splits = json.loads(steps.__getstate__()).get("pretokenizers") or [{}]
+    if splits[0].get("pattern") != {"Regex": _LLAMA_SPLIT}:
+        return False
     steps[0] = pre_tokenizers.Split(tokenizers.Regex(_TEKKEN_SPLIT), behavior="isolated")
+    return True
