@@ -70,8 +70,7 @@ class RenderedRecord:
 def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[RenderedRecord, ...]:
     """Renders a record of `messages`, or of `prompt` and completions, as Chat stores them.
 
-    Returns: a document for each completion.
-    Raises: UserError if the record cannot be used.
+    Returns: a document for each completion. Raises: UserError.
     Source: TRL 1.16's SFTTrainer with `assistant_only_loss` for messages and `completion_only_loss`
         for prompt and completion: ids and labels are the same for the same template. Differs: TRL
         replaces templates without marks by its own for the models it knows; a prompt that is

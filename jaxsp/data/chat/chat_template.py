@@ -153,14 +153,9 @@ class TemplateRenderer:
         with_marks: bool,
         date: datetime.date | None = None,
     ):
-        """Prepares the template for a record's tools and arguments.
-
-        Args:
-            template: None to use the tokenizer's own.
-            with_marks: return the spans of {% generation %} marks, if the template has some.
-            date: data.chat_template_date.
-        Raises: UserError if the record does not fit the template.
-        """
+        """Prepares a template (None: the tokenizer's own) for a record's tools and arguments.
+        Args: with_marks: return the spans of {% generation %} marks, if the template has some.
+        Raises: UserError if the record does not fit the template."""
         self._tools = record.get("tools") or None  # for [], some templates mention tools
         kwargs = record.get("chat_template_kwargs") or {}
         for name in _RESERVED_KWARGS:

@@ -68,13 +68,8 @@ def read_marked_spans(
     loss_indices: list[int],
 ) -> tuple[TextSpans, list[int]]:
     """Returns the marked spans of the messages with loss, and all marked assistant messages.
-
-    Args:
-        indices: assistant messages.
-        marks: spans that the template marked in `text`.
-        loss_indices: assistant messages with loss.
-    Raises: UserError if marks cover another role's message, or part of an assistant message.
-    """
+    Args: indices, loss_indices: assistant messages; those with loss. marks: spans in `text`.
+    Raises: UserError if marks cover another role's message, or part of an assistant message."""
     probe, words = _make_probe(messages, text)
     probe_text, probe_marks = render(probe)
     is_marked: dict[int, set[bool]] = {index: set() for index in indices}

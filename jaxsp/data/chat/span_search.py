@@ -209,12 +209,8 @@ def _spans_between(
     indices: list[int], starts: dict[int, int], text: str, *, prompt: str, headers: dict[int, str]
 ) -> list[AssistantSpan] | None:
     """Returns the spans of messages with known boundaries; None if a header is unknown.
-
-    Args:
-        starts: first character of a message, by its index.
-        headers: text that the template writes before the content of an inserted assistant message,
-            by the index of the message that follows it.
-    """
+    Args: starts: first character of a message, by its index. headers: text that the template writes
+    before the content of a message inserted before it."""
     spans = []
     for index in indices:
         start = starts[index]

@@ -282,12 +282,8 @@ def check_bare_answers(
     bare: Sequence[int], earlier_reasoning: str, *, instead_of_no_loss: str | None = None
 ) -> None:
     """Checks that the config allows a loss on answers whose thinking the template dropped.
-
-    Args:
-        bare: indices of the messages.
-        instead_of_no_loss: suggestion where single messages cannot be without loss.
-    Raises: UserError if it does not.
-    """
+    Args: instead_of_no_loss: suggestion where single messages cannot be without loss.
+    Raises: UserError if it does not."""
     allows = earlier_reasoning == "no_loss" and instead_of_no_loss is None
     if not bare or earlier_reasoning == "keep" or allows:
         return

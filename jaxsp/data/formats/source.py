@@ -339,10 +339,7 @@ class SourceRecord:
         return name not in (*self.source.ignore_fields, *map(self.name, self.source.fields))
 
     def refuse(self, refused: Mapping[str, str]) -> None:
-        """Raises: UserError for a field whose meaning jaxsp would ignore.
-
-        Args: refused: names, and the reason with a suggestion.
-        """
+        """Raises: UserError for a field whose meaning jaxsp would ignore, with the reason."""
         for name, reason in refused.items():
             if self.has(name):
                 raise UserError(f"has {name}: {reason}, or set {suggest_ignoring(name)}.")

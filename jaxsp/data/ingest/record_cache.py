@@ -29,17 +29,9 @@ if TYPE_CHECKING:
 _BATCH_SIZE = 2**24
 """Characters or tokens that are written together: documents have a few to 100 million of them."""
 
-_ENTRY_OVERHEAD = 100
-"""Characters added for each entry: a source may have a million empty documents."""
-
 _ID_LIST = pa.large_list(pa.int32())
 
-_COLUMN_TYPES = {
-    str: pa.large_string(),
-    np.ndarray: _ID_LIST,
-    float: pa.float64(),
-    bool: pa.bool_(),
-}
+_TYPES = {str: pa.large_string(), np.ndarray: _ID_LIST, float: pa.float64(), bool: pa.bool_()}
 """Arrow types of columns by the Python type of their values."""
 
 
@@ -85,15 +77,11 @@ def write_cache(
     entries: Iterator[RecordEntry], columns: RecordEntry, path: pathlib.Path, *, desc: str
 ) -> None:
     """Writes entries to an Arrow file, which gets its name when it is complete, and its checksum.
-
-    Args:
-        columns: columns with the content of a record, and a value of each.
-        desc: label of the progress bar.
-    """
+    Args: columns: columns with the content of a record, and a value of each."""
     import datasets
 
     names = {"place": pa.string(), "problem": pa.string()}
-    types = {name: _COLUMN_TYPES[type(value)] for name, value in columns.items()}
+    types = {name: _TYPES[type(value)] for name, value in columns.items()}
     schema = pa.schema(names | types)
     content = next(iter(columns))
     progress = datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=3.0)
@@ -105,15 +93,13 @@ def write_cache(
             for entry in itertools.chain(progress, [None]):
                 if entry is not None:
                     batch.append(entry)
-                    size += len(entry[content]) + _ENTRY_OVERHEAD
+                    size += len(entry[content]) + 100  # a source may have a million empty ones
                 if batch and (entry is None or size > _BATCH_SIZE):
-                    arrays = []
-                    for field in schema:
-                        values = [entry[field.name] for entry in batch]
-                        is_list = field.type == _ID_LIST
-                        arrays.append(
-                            columnar.make_lists(values) if is_list else pa.array(values, field.type)
-                        )
+                    lists = [[each[name] for each in batch] for name in schema.names]
+                    arrays = [
+                        columnar.make_lists(values) if kind == _ID_LIST else pa.array(values, kind)
+                        for values, kind in zip(lists, schema.types, strict=True)
+                    ]
                     stream.write_batch(pa.record_batch(arrays, schema=schema))
                     batch = []
                     size = 0
@@ -124,10 +110,8 @@ def write_cache(
 
 
 def read_lists(dataset: "datasets.Dataset", column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the chunks of a column of lists without copying.
-
-    Yields: where each list begins and ends in the chunk's values (M + 1 offsets), and the values.
-    """
+    """Yields the chunks of a column of lists without copying: where each list begins and ends in
+    the chunk's values (M + 1 offsets), and the values."""
     assert dataset._indices is None, "the table's order is not the dataset's"
     for chunk in dataset.data.column(column).chunks:
         if len(chunk):

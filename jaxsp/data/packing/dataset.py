@@ -48,10 +48,7 @@ class PackedDataset:
         epochs: int | None = None,
     ) -> RowSchedule:
         """Schedules `num_steps` more steps, or the steps to the end of `epochs` epochs.
-
-        Args:
-            consumed: number of rows consumed before.
-        """
+        Args: consumed: number of rows consumed before."""
         # after a change of the data: the rows of a pair stay together
         begin_row = -(-consumed // self.stream.block_rows) * self.stream.block_rows
         return mixing.build_schedule(

@@ -87,9 +87,8 @@ def select_records(
     """Selects the records of each source that are held out.
 
     Each document has a number that depends only on the seed, the source's name and the record's
-    index. Those with the smallest numbers are held out, `fraction` of all documents rounded up, so
-    the choice is the same on every mesh, in every process and after a resume. Records without
-    tokens are never held out.
+    index, so the choice is the same on every mesh and after a resume. Those with the smallest
+    numbers are held out, `fraction` of all rounded up; records without tokens never are.
 
     Raises: UserError if every document would be held out.
     """
@@ -122,12 +121,7 @@ def select_records(
 
 
 def digest_split(source: str, is_chosen: np.ndarray, *, is_held_out: bool) -> str:
-    """Digest of one of the two parts of a source.
-
-    Args:
-        source: digest of the whole source.
-        is_chosen: for each record, True if it is held out.
-    """
+    """Digest of one of the two parts of a source, from its own and the mask of held-out records."""
     if not is_chosen.any() and not is_held_out:
         return source  # nothing is held out
     content = f"{source} {is_held_out} ".encode() + np.packbits(is_chosen).tobytes()

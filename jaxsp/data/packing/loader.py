@@ -245,10 +245,8 @@ class BatchLoader:
         # an evaluation scores documents one by one, and may have an odd number of rows
         block_rows = self._stream.block_rows if self._places.size % 2 == 0 else 1
         rows = rows.append_empty(num_rows + num_rows % block_rows)
-        work = (
-            balance.count_segment_pairs(rows.length, rows.row_starts).reshape(-1, block_rows).sum(1)
-        )
-        blocks = np.argsort(-work, kind="stable")
+        work = balance.count_segment_pairs(rows.length, rows.row_starts)
+        blocks = np.argsort(-work.reshape(-1, block_rows).sum(1), kind="stable")
         rows = rows.select_rows((blocks[:, None] * block_rows + np.arange(block_rows)).ravel())
         return rows.append_empty(self._places.size), block_rows
 
@@ -268,10 +266,7 @@ class BatchLoader:
         self, spec: PartitionSpec, read_part: Callable[[int, int, int], Mapping[str, Any]]
     ) -> dict[str, dict[BlockSpan, np.ndarray]]:
         """Blocks of the Batch fields that are sharded by `spec`.
-
-        Args:
-            read_part: reads the fields of the row in a place, from `begin` to `end`.
-        """
+        Args: read_part: reads the fields of the row in a place, from `begin` to `end`."""
         names = [name for name, name_spec in self._specs.items() if name_spec == spec]
         blocks: dict[str, dict[BlockSpan, np.ndarray]] = {name: {} for name in names}
         sharding = NamedSharding(self._placement.mesh, spec)

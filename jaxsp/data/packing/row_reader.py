@@ -121,14 +121,10 @@ class Documents:
 
     def _read_references(self) -> np.ndarray | None:
         """Log-probabilities of the reference model that the records have: all, or none."""
-        columns = [
-            values
-            for name in (FIRST_REFERENCE, SECOND_REFERENCE)
-            if (values := self._read_column(name)) is not None
-        ]
-        if not columns:
+        first, second = map(self._read_column, (FIRST_REFERENCE, SECOND_REFERENCE))
+        if first is None or second is None:
             return None
-        references = np.stack(columns, axis=1).ravel()
+        references = np.stack([first, second], axis=1).ravel()
         is_known = np.isfinite(references)
         if not is_known.any():
             return None

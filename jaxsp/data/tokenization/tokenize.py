@@ -50,13 +50,9 @@ def tokenize_dataset(
     vocab_suggestion: str = "Use the model's own tokenizer.",
 ) -> TokenizedSource:
     """Tokenizes the records of `sources.read`; labels are not shifted.
-
     Args: vocab_suggestion: what to do about a token id that is not below `vocab_size`.
-    Raises:
-        UserError: bad records, unless `data` skips them; a token id without an embedding in the
-            model; no chat template.
-        DamagedCacheError: the cached records are damaged, and must be read again.
-    """
+    Raises: UserError for bad records, unless `data` skips them, for an id without an embedding, and
+    without a chat template; DamagedCacheError if the cached records must be read again."""
     import datasets
 
     key: tuple[Any, ...] = (_CACHE_VERSION, dataset._fingerprint)
@@ -83,15 +79,13 @@ def tokenize_dataset(
 
 
 def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
-    versions = [
-        importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")
-    ]
     chat = options.chat
     chat_options: tuple[Any, ...] = ()
     if options.source.is_chat:
         # the same for a run that keeps the config's template as its tokenizer's own
         template = chat.template or chat.tokenizer.chat_template
         chat_options = (template, chat.earlier_reasoning, chat.date)
+    versions = [*map(importlib.metadata.version, ("transformers", "tokenizers", "jinja2"))]
     files = tokenizers.serialize_files(chat.tokenizer)
     return (options.source.format, chat.has_full_loss, chat_options, versions, files)
 

@@ -133,11 +133,7 @@ def _load_as_in_file(
     tokenizer: "transformers.PreTrainedTokenizerBase", name: str
 ) -> tuple["transformers.PreTrainedTokenizerBase", list[str]]:
     """Returns the tokenizer that tokenizer.json defines, and notes for the user.
-
-    Args:
-        tokenizer: what AutoTokenizer loaded; returned if there is no tokenizer.json.
-        name: the folder or hub name that it was loaded from.
-    """
+    Args: tokenizer: AutoTokenizer's for this name; returned if there is no tokenizer.json."""
     notes = []
     from_file = _load_file(tokenizer, name)
     if from_file is not None:
