@@ -15,7 +15,7 @@ LIMITS = {
     "checkpoint": 1403,
     "config": 1873,
     "core": 750,
-    "data": 6688,
+    "data": 6622,
     "delta_rule": 897,
     "evaluation": 835,
     "experts": 801,
