@@ -42,8 +42,7 @@ def test_a_hop_is_needed_if_a_device_has_work_on_its_keys(layout):
     works = balance.count_row_work(
         starts_BM.ravel(),
         lengths_BM.ravel(),
-        np.repeat(np.arange(60), starts_BM.shape[1]),
-        num_rows=60,
+        np.arange(61) * starts_BM.shape[1],
         row_tokens=L,
         layout=layout,
     )

@@ -6,8 +6,6 @@ Three messages as ChatML writes them; the loss is on the text between the bars:
 
 If the template has {% generation %} marks, they name the spans (generation_marks.py). Otherwise the
 spans are found by rendering parts of the conversation (span_search.py) and then checked.
-Conversations with few assistant messages are searched by prefixes first, then by insertion, then by
-exchanges; longer ones in the reverse order.
 
 A span must begin with the message's content or its thinking: otherwise a header that the generation
 prompt does not write would be trained on. It must end with more than the content: a message without
@@ -72,8 +70,7 @@ class RenderedRecord:
 def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[RenderedRecord, ...]:
     """Renders a record of `messages`, or of `prompt` and completions, as Chat stores them.
 
-    Returns: a document for each completion.
-    Raises: UserError if the record cannot be used.
+    Returns: a document for each completion. Raises: UserError.
     Source: TRL 1.16's SFTTrainer with `assistant_only_loss` for messages and `completion_only_loss`
         for prompt and completion: ids and labels are the same for the same template. Differs: TRL
         replaces templates without marks by its own for the models it knows; a prompt that is
@@ -82,35 +79,41 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
     """
     prompt = record.get("prompt")
     completions = {name: record[name] for name in COMPLETION_FIELDS if name in record}
-    if not isinstance(prompt, str):
-        render = TemplateRenderer(
-            record,
-            tokenizer=options.tokenizer,
-            template=options.template,
-            with_marks=prompt is None and not options.has_full_loss,
-            date=options.date,
-        )
-        turn_end = turn_ends.find(options.tokenizer, render.template)
-        if prompt is None:
-            render_messages = _render_whole if options.has_full_loss else _render_conversation
-            return (render_messages(record["messages"], render, turn_end, options),)
+    if prompt is None:
+        prompt = []
+        completions = {"messages": record["messages"]}
     is_only = len(completions) == 1
     documents = []
+    if isinstance(prompt, str):
+        for field, completion in completions.items():
+            text = prompt + completion
+            spans = None if options.has_full_loss else ((len(prompt), len(text)),)
+            document = RenderedRecord(
+                text=text,
+                name="" if is_only else field.replace("_", " "),
+                loss_spans=spans,
+                has_exact_spans=False,
+                is_plain=True,
+            )
+            documents.append(document)
+        return tuple(documents)
+    is_conversation = "messages" in completions and not options.has_full_loss
+    render = TemplateRenderer(
+        record,
+        tokenizer=options.tokenizer,
+        template=options.template,
+        with_marks=is_conversation,
+        date=options.date,
+    )
+    turn_end = turn_ends.find(options.tokenizer, render.template)
+    if is_conversation:
+        return (_render_conversation(record["messages"], render, turn_end, options),)
     for field, completion in completions.items():
         name = "" if is_only else field.replace("_", " ")
         with at_document(name):
-            if isinstance(prompt, str):
-                text = prompt + completion
-                spans = None if options.has_full_loss else ((len(prompt), len(text)),)
-                document = RenderedRecord(
-                    text=text, loss_spans=spans, has_exact_spans=False, is_plain=True
-                )
-            elif options.has_full_loss:
-                document = _render_whole(prompt + completion, render, turn_end, options)
-            else:
-                document = _render_completion(
-                    prompt, completion, render, turn_end, options, is_only=is_only
-                )
+            document = _render_completion(
+                prompt, completion, render, turn_end, options, is_only=not name
+            )
         documents.append(dataclasses.replace(document, name=name))
     return tuple(documents)
 
@@ -163,30 +166,25 @@ def _render_conversation(
     )
 
 
-def _render_whole(
-    messages: Messages, render: TemplateRenderer, turn_end: TurnEnd, options: ChatOptions
-) -> RenderedRecord:
-    """Renders messages that all have a loss."""
-    text = render(messages)[0] + turn_end.complete(messages)
-    template_text.check_messages_present(messages, text)
-    suggestion = "use data.train_on=assistant"
-    num_bare = _check_answers(messages, 0, text, render, options, suggestion=suggestion)
-    return RenderedRecord(text=text, num_bare_answers=num_bare)
-
-
-def _check_answers(
-    messages: Messages,
-    first: int,
-    text: str,
+def _render_completion(
+    prompt: Messages,
+    completion: Messages,
     render: TemplateRenderer,
+    turn_end: TurnEnd,
     options: ChatOptions,
     *,
-    suggestion: str,
-) -> int:
-    """Returns the number of assistant messages from `first` on whose thinking the template dropped.
-
-    Raises: UserError if data.earlier_reasoning does not allow them, or if one has no loss.
-    """
+    is_only: bool,
+) -> RenderedRecord:
+    """Renders a prompt and a completion, which has the loss unless all messages have.
+    Args: is_only: the record has no other completion."""
+    messages = prompt + completion
+    text = render(messages)[0] + turn_end.complete(messages)
+    template_text.check_messages_present(messages, text)
+    first = len(prompt)
+    suggestion = "use format: messages" if is_only else "leave the record out"
+    if options.has_full_loss:
+        first = 0
+        suggestion = "use data.train_on=assistant"
     answers = [
         index
         for index in range(first, len(messages))
@@ -200,25 +198,8 @@ def _check_answers(
             )
     bare = template_text.find_bare_answers(messages, answers, text, render)
     template_text.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
-    return len(bare)
-
-
-def _render_completion(
-    prompt: Messages,
-    completion: Messages,
-    render: TemplateRenderer,
-    turn_end: TurnEnd,
-    options: ChatOptions,
-    *,
-    is_only: bool,
-) -> RenderedRecord:
-    """Renders a prompt and a completion. Args: is_only: the record has no other completion."""
-    messages = prompt + completion
-    text, _ = render(messages)
-    text += turn_end.complete(messages)
-    template_text.check_messages_present(messages, text)
-    suggestion = "use format: messages" if is_only else "leave the record out"
-    num_bare = _check_answers(messages, len(prompt), text, render, options, suggestion=suggestion)
+    if options.has_full_loss:
+        return RenderedRecord(text=text, num_bare_answers=len(bare))
     prompt_text, _ = render(prompt)
     prompted, _ = render(prompt, prompt=True)
     start = template_text.common_prefix_length(prompted, text)
@@ -241,17 +222,15 @@ def _render_completion(
         text=text,
         loss_spans=((start, len(text)),),
         has_exact_spans=False,
-        num_bare_answers=num_bare,
+        num_bare_answers=len(bare),
     )
 
 
 def _infer_spans(
     messages: Messages, indices: list[int], text: str, render: RenderFunction, turn_end: TurnEnd
 ) -> TextSpans:
-    """Returns the spans of assistant messages for a template without marks.
-
-    The last may end after `text`, with the end that the template leaves out.
-    """
+    """Returns the spans of assistant messages for a template without marks. The last may end after
+    `text`, with the end that the template leaves out."""
 
     def render_text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
         return render(messages, prompt=prompt)[0]

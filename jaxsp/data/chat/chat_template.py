@@ -108,9 +108,7 @@ def writes_date(template: str) -> bool:
 
 def resolve_template(chat_template: str) -> str:
     """Returns data.chat_template if it is a template, else the content of the file it names.
-
-    Raises: UserError if it is neither.
-    """
+    Raises: UserError if it is neither."""
     if "{%" in chat_template or "{{" in chat_template:
         return chat_template
     with at("data.chat_template", chat_template):
@@ -127,10 +125,8 @@ def resolve_template(chat_template: str) -> str:
 
 
 def _fix_date(template: str, date: datetime.date | None) -> str:
-    """Returns a template that writes this date as today's date, or cannot write any.
-
-    The calls are replaced, because transformers passes no functions to a template.
-    """
+    """Returns a template that writes this date as today's date, or cannot write any. The calls are
+    replaced, because transformers passes no functions to a template."""
     if not writes_date(template):
         return template
     value = _UNDEFINED_DATE
@@ -157,14 +153,9 @@ class TemplateRenderer:
         with_marks: bool,
         date: datetime.date | None = None,
     ):
-        """Prepares the template for a record's tools and arguments.
-
-        Args:
-            template: None to use the tokenizer's own.
-            with_marks: return the spans of {% generation %} marks, if the template has some.
-            date: data.chat_template_date.
-        Raises: UserError if the record does not fit the template.
-        """
+        """Prepares a template (None: the tokenizer's own) for a record's tools and arguments.
+        Args: with_marks: return the spans of {% generation %} marks, if the template has some.
+        Raises: UserError if the record does not fit the template."""
         self._tools = record.get("tools") or None  # for [], some templates mention tools
         kwargs = record.get("chat_template_kwargs") or {}
         for name in _RESERVED_KWARGS:
@@ -192,10 +183,8 @@ class TemplateRenderer:
         self, messages: Sequence[dict[str, Any]], *, prompt: bool = False, is_open: bool = False
     ) -> tuple[str, TextSpans]:
         """Returns the text of messages, and its marked spans.
-
         Args: prompt: append the generation prompt. is_open: leave out the end of the last message.
-        Raises: UserError if the template fails.
-        """
+        Raises: UserError if the template fails."""
         return self._render(
             messages, self._tools, add_generation_prompt=prompt, continue_final_message=is_open
         )

@@ -18,9 +18,7 @@ _MARKS = "the template's {% generation %} marks"
 @functools.lru_cache
 def has_generation_marks(template: str) -> bool:
     """Returns True if a template has {% generation %} marks.
-
-    Raises: UserError for marks whose positions transformers reports wrongly.
-    """
+    Raises: UserError for marks whose positions transformers reports wrongly."""
     import jinja2
     from jinja2 import ext, nodes, parser
 
@@ -70,13 +68,8 @@ def read_marked_spans(
     loss_indices: list[int],
 ) -> tuple[TextSpans, list[int]]:
     """Returns the marked spans of the messages with loss, and all marked assistant messages.
-
-    Args:
-        indices: assistant messages.
-        marks: spans that the template marked in `text`.
-        loss_indices: assistant messages with loss.
-    Raises: UserError if marks cover another role's message, or part of an assistant message.
-    """
+    Args: indices, loss_indices: assistant messages; those with loss. marks: spans in `text`.
+    Raises: UserError if marks cover another role's message, or part of an assistant message."""
     probe, words = _make_probe(messages, text)
     probe_text, probe_marks = render(probe)
     is_marked: dict[int, set[bool]] = {index: set() for index in indices}
@@ -127,9 +120,7 @@ def _select_loss_spans(
     word_positions: list[tuple[int, int]],
 ) -> TextSpans:
     """Returns the marked spans of the messages with loss.
-
-    Args: word_positions: first character of each word of the probe, and its message; sorted.
-    """
+    Args: word_positions: first character of each word of the probe, and its message; sorted."""
     problem = UserError(f"{_MARKS} do not separate messages with loss from ones with weight 0.")
     if len(marks) != len(probe_marks):
         raise problem
@@ -157,9 +148,7 @@ def _select_loss_spans(
 
 def _make_probe(messages: Messages, text: str) -> tuple[Messages, list[tuple[int, str]]]:
     """Replaces content and names of tool calls with unique words.
-
-    Returns: the messages, and each word with the index of its message.
-    """
+    Returns: the messages, and each word with the index of its message."""
     unused = template_text.unused_words(text)
     probe: Messages = []
     words: list[tuple[int, str]] = []

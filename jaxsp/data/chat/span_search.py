@@ -4,9 +4,9 @@ There are three methods. Each returns the spans of the messages, or None if the 
 meet its assumptions. Methods that succeed find the same spans (tests/data/chat/test_chat.py).
 """
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.template_text import ASSISTANT, Messages, unused_words
@@ -17,8 +17,7 @@ RenderText = Callable[..., str]
 _USER = "user"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AssistantSpan:
+class AssistantSpan(NamedTuple):
     """Position of an assistant message in the rendered conversation, without its header."""
 
     span: tuple[int, int]
@@ -30,11 +29,9 @@ class AssistantSpan:
 def find_by_prefixes(
     messages: Messages, indices: list[int], text: str, render: RenderText
 ) -> list[AssistantSpan] | None:
-    """Finds each message from two renderings: the conversation before it, and up to its end.
-
-    Both must be prefixes of the whole text. This takes up to two renderings per message. Fails if
-    a template renders the last message differently (Qwen3 keeps its thinking).
-    """
+    """Finds each message from two renderings: the conversation before it, and up to its end. Both
+    must be prefixes of the whole text. This takes up to two renderings per message. Fails if a
+    template renders the last message differently (Qwen3 keeps its thinking)."""
     spans = []
     for index in indices:
         try:
@@ -51,11 +48,9 @@ def find_by_prefixes(
 def find_by_insertion(
     messages: Messages, indices: list[int], text: str, render: RenderText
 ) -> list[AssistantSpan] | None:
-    """Finds each message by inserting two one-word assistant messages before and after it.
-
-    Removing the inserted messages from the rendered text must give the original text. Renders the
-    conversation only twice. Fails if a template requires roles to alternate.
-    """
+    """Finds each message by inserting two one-word assistant messages before and after it. Removing
+    the inserted messages from the rendered text must give the original text. Renders the
+    conversation only twice. Fails if a template requires roles to alternate."""
     unused = unused_words(text)
     pairs = {
         boundary: (next(unused), next(unused)) for boundary in _list_boundaries(messages, indices)
@@ -72,36 +67,31 @@ def find_by_insertion(
     prompt = text_and_prompt.removeprefix(text)
     if not prompt or prompt == text_and_prompt:
         return None
-    starts = {}
     headers = {}
-    # The texts before these two positions are equal, except for the inserted messages
-    augmented_pos = 0
-    text_pos = 0
-    for boundary, (first_word, second_word) in pairs.items():
-        first = _find_header(augmented, prompt, augmented_pos, first_word)
-        first_end = augmented.find(first_word, augmented_pos) + len(first_word)
+
+    def locate(boundary: int, place: int) -> tuple[int, int] | None:
+        first_word, second_word = pairs[boundary]
+        first = _find_header(augmented, prompt, place, first_word)
+        first_end = augmented.find(first_word, place) + len(first_word)
         second = _find_header(augmented, prompt, first_end, second_word)
-        if first < 0 or second < 0 or not text.startswith(augmented[augmented_pos:first], text_pos):
+        if first < 0 or second < 0:
             return None
-        text_pos += first - augmented_pos
-        starts[boundary] = text_pos
         headers[boundary] = augmented[first : first_end - len(first_word)]
         ending = augmented[first_end:second]
         second_end = augmented.find(second_word, second) + len(second_word)
-        if not augmented.startswith(ending, second_end):
-            return None
-        augmented_pos = second_end + len(ending)
-    if augmented[augmented_pos:] != text[text_pos:]:
+        is_same = augmented.startswith(ending, second_end)
+        return (first, second_end + len(ending)) if is_same else None
+
+    starts = _remove_inserted(text, augmented, pairs, locate)
+    if starts is None:
         return None
     return _spans_between(indices, starts, text, prompt=prompt, headers=headers)
 
 
 def _find_header(text: str, prompt: str, start: int, word: str) -> int:
-    """Returns the start of the header of the message that contains `word`; -1 if unknown.
-
-    The header is the generation prompt or a prefix of it: the prompt of a reasoning model may
-    contain more than the header of a message.
-    """
+    """Returns the start of the header of the message that contains `word`; -1 if unknown. The
+    header is the generation prompt or a prefix of it: the prompt of a reasoning model may contain
+    more than the header of a message."""
     end = text.find(word, start)
     if end < 0:
         return -1
@@ -139,20 +129,15 @@ def find_by_exchanges(
         augmented = render(_insert(messages, exchanges))
     except UserError:
         return None
-    starts = {}
-    # The texts before these two positions are equal, except for the inserted messages
-    augmented_pos = 0
-    text_pos = 0
-    for boundary, exchange in exchanges.items():
-        turns = [(affixes[message["role"]], message["content"]) for message in exchange]
+
+    def locate(boundary: int, place: int) -> tuple[int, int] | None:
+        turns = [(affixes[each["role"]], each["content"]) for each in exchanges[boundary]]
         inserted = "".join(before + content + after for (before, after), content in turns)
-        start = augmented.find(inserted, augmented_pos)
-        if start < 0 or not text.startswith(augmented[augmented_pos:start], text_pos):
-            return None
-        text_pos += start - augmented_pos
-        starts[boundary] = text_pos
-        augmented_pos = start + len(inserted)
-    if augmented[augmented_pos:] != text[text_pos:]:
+        start = augmented.find(inserted, place)
+        return None if start < 0 else (start, start + len(inserted))
+
+    starts = _remove_inserted(text, augmented, exchanges, locate)
+    if starts is None:
         return None
     headers = dict.fromkeys(indices, affixes[ASSISTANT][0])
     return _spans_between(indices, starts, text, prompt=prompt, headers=headers)
@@ -162,10 +147,8 @@ def _infer_turn_format(
     unused: Iterator[str], render: RenderText
 ) -> tuple[dict[str, tuple[str, str]], str] | None:
     """Infers the format of messages by rendering the prefixes of a conversation of four words.
-
     Returns: text before and after the content, by role, and the generation prompt after a user
-        message; None if a message is rendered differently when others follow.
-    """
+    message; None if a message is rendered differently when others follow."""
     roles = (_USER, ASSISTANT, _USER, ASSISTANT)
     probe = [{"role": role, "content": next(unused)} for role in roles]
     try:
@@ -200,16 +183,34 @@ def _insert(messages: Messages, inserted: dict[int, Messages]) -> Messages:
     ]
 
 
+def _remove_inserted(
+    text: str,
+    augmented: str,
+    boundaries: Iterable[int],
+    locate: Callable[[int, int], tuple[int, int] | None],
+) -> dict[int, int] | None:
+    """Returns where the message at each boundary begins in a text; None if `augmented` without the
+    inserted messages is another text.
+    Args: locate: returns where the text inserted at a boundary begins and ends, after a place."""
+    starts = {}
+    augmented_pos = 0
+    text_pos = 0
+    for boundary in boundaries:
+        span = locate(boundary, augmented_pos)
+        if span is None or not text.startswith(augmented[augmented_pos : span[0]], text_pos):
+            return None
+        text_pos += span[0] - augmented_pos
+        starts[boundary] = text_pos
+        augmented_pos = span[1]
+    return starts if augmented[augmented_pos:] == text[text_pos:] else None
+
+
 def _spans_between(
     indices: list[int], starts: dict[int, int], text: str, *, prompt: str, headers: dict[int, str]
 ) -> list[AssistantSpan] | None:
     """Returns the spans of messages with known boundaries; None if a header is unknown.
-
-    Args:
-        starts: first character of a message, by its index.
-        headers: text that the template writes before the content of an inserted assistant message,
-            by the index of the message that follows it.
-    """
+    Args: starts: first character of a message, by its index. headers: text that the template writes
+    before the content of a message inserted before it."""
     spans = []
     for index in indices:
         start = starts[index]

@@ -47,12 +47,10 @@ def list_messages(record: dict[str, Any]) -> Messages:
 
 
 def required_phrases(message: dict[str, Any]) -> list[list[str]]:
-    """Lists the text that a template must write for a message, however it trims the message.
-
-    The first group is the content without thinking; each tool call is another group. The phrases of
-    a call are its name, its argument names, and the longest part of each string in the arguments
-    that no notation (JSON, Python, XML) escapes. The phrases of a group may come in any order.
-    """
+    """Lists the text that a template must write for a message, however it trims the message. The
+    first group is the content without thinking; each tool call is another group. The phrases of a
+    call are its name, its argument names, and the longest part of each string in the arguments that
+    no notation (JSON, Python, XML) escapes. The phrases of a group may come in any order."""
     groups = [[visible_content(message)]]
     for call in list_tool_calls(message):
         function = call.get("function", call)
@@ -86,12 +84,9 @@ def get_reasoning(message: dict[str, Any]) -> str:
 
 
 def split_thinking(message: dict[str, Any]) -> tuple[str, str]:
-    """Splits a message's content into its thinking and the rest.
-
-    Thinking is at the beginning, in <think> tags of which the generation prompt may have written
-    the first. Tags elsewhere are quoted by the content, and so is a closing tag in a message with a
-    field for its reasoning.
-    """
+    """Splits a message's content into its thinking and the rest. Thinking is at the beginning, in
+    <think> tags of which the generation prompt may have written the first. Tags elsewhere are
+    quoted by the content, and so is a closing tag in a message with a field for its reasoning."""
     content = message.get("content", "")
     if not isinstance(content, str):
         return "", ""
@@ -115,32 +110,27 @@ def _collect_strings(value: Any) -> list[str]:
 
 def find_end(text: str, message: dict[str, Any], start: int = 0) -> int | None:
     """Returns where a message's phrases end in a text; None if one of them is missing.
-
-    Args: start: first character to search.
-    """
+    Args: start: first character to search."""
     for group in required_phrases(message):
-        ends = [_find_phrase_end(text, phrase, start) for phrase in group]
-        if -1 in ends:
-            return None
+        ends = []
+        for phrase in group:
+            # a template may write a tool's result as JSON, sometimes with all non-ASCII escaped
+            plain_forms = {phrase, json.dumps(phrase, ensure_ascii=False)[1:-1]}
+            for forms in (plain_forms, {json.dumps(phrase)[1:-1]}):
+                places = [(text.find(form, start), len(form)) for form in forms]
+                found = [place + length for place, length in places if place >= 0]
+                if found:
+                    break
+            else:
+                return None
+            ends.append(min(found))
         start = max(ends)
     return start
 
 
-def _find_phrase_end(text: str, phrase: str, start: int) -> int:
-    # a template may write a tool's result as JSON, sometimes with all non-ASCII text escaped
-    plain_forms = {phrase, json.dumps(phrase, ensure_ascii=False)[1:-1]}
-    for forms in (plain_forms, {json.dumps(phrase)[1:-1]}):
-        ends = [place + len(form) for form in forms if (place := text.find(form, start)) >= 0]
-        if ends:
-            return min(ends)
-    return -1
-
-
 def starts_with_message(message: dict[str, Any], text: str, *, before: str) -> bool:
     """Returns True if a text begins with a message's content, or with thinking and then content.
-
-    Args: before: the text before it, which may have opened the thinking.
-    """
+    Args: before: the text before it, which may have opened the thinking."""
     content = visible_content(message).strip()
     rest = text.lstrip()
     if rest.startswith((content, message.get("content", "").strip())):
@@ -168,10 +158,6 @@ def common_prefix_length(a: str, b: str) -> int:
         return len(a)
     pairs = enumerate(zip(a, b, strict=False))
     return next((place for place, (left, right) in pairs if left != right), min(len(a), len(b)))
-
-
-_CONTEXT_CHARS = 1000
-"""Characters before a span that are searched for the opening tag of thinking."""
 
 
 def check_messages_present(messages: Messages, text: str) -> None:
@@ -232,8 +218,8 @@ def check_span(
             )
         place = end
     content = span_text
-    # a copy of all text before each message would take quadratic time
-    before = text[max(span[0] - _CONTEXT_CHARS, 0) : span[0]]
+    # for the opening tag of thinking; a copy of all text before would take quadratic time
+    before = text[max(span[0] - 1000, 0) : span[0]]
     if not visible_content(message).strip():
         # the text before a tool call is unknown; a message with a word has the same header
         word = next(unused_words(text))
@@ -265,12 +251,9 @@ def check_span(
 def find_bare_answers(
     messages: Messages, indices: list[int], text: str, render: RenderFunction
 ) -> list[int]:
-    """Returns the messages whose thinking is not in the rendered text.
-
-    Templates of reasoning models keep only the thinking after the last user message. It is searched
-    in a rendering with a word in place of each thinking text, because a short one may also occur
-    elsewhere.
-    """
+    """Returns the messages whose thinking is not in the rendered text. Templates of reasoning
+    models keep only the thinking after the last user message. It is searched in a rendering with a
+    word in place of each thinking text, because a short one may also occur elsewhere."""
     words = unused_words(text)
     replaced = {index: next(words) for index in indices if get_reasoning(messages[index])}
     if not replaced:
@@ -299,15 +282,10 @@ def check_bare_answers(
     bare: Sequence[int], earlier_reasoning: str, *, instead_of_no_loss: str | None = None
 ) -> None:
     """Checks that the config allows a loss on answers whose thinking the template dropped.
-
-    Args:
-        bare: indices of the messages.
-        instead_of_no_loss: suggestion where single messages cannot be without loss.
-    Raises: UserError if it does not.
-    """
-    if not bare or earlier_reasoning == "keep":
-        return
-    if earlier_reasoning == "no_loss" and instead_of_no_loss is None:
+    Args: instead_of_no_loss: suggestion where single messages cannot be without loss.
+    Raises: UserError if it does not."""
+    allows = earlier_reasoning == "no_loss" and instead_of_no_loss is None
+    if not bare or earlier_reasoning == "keep" or allows:
         return
     others = f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""
     problem = f"the chat template drops the thinking of message {bare[0] + 1}{others}"
@@ -316,9 +294,9 @@ def check_bare_answers(
             f"{problem}, and no_loss cannot exclude single messages here: {instead_of_no_loss}, or "
             "data.earlier_reasoning=keep."
         )
-    without = "data.earlier_reasoning=no_loss (no loss on such messages), "
-    if instead_of_no_loss is not None:
-        without = ""
+    without = ""
+    if instead_of_no_loss is None:
+        without = "data.earlier_reasoning=no_loss (no loss on such messages), "
     raise UserError(
         f"{problem}, so that the model would learn to answer without thinking. Use "
         f"{without}data.earlier_reasoning=keep (learn that), or a "

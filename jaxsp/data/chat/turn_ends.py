@@ -39,9 +39,7 @@ class TurnEnd:
     @property
     def stops(self) -> list[list[str]]:
         """Alternative ends of a turn, each as its special tokens, which follow each other.
-
-        Generation must stop at one token of each. Empty if a turn ends with ordinary text.
-        """
+        Generation must stop at one token of each. Empty if a turn ends with ordinary text."""
         if self.markers:
             return [[marker] for marker in self.markers.values()]
         tokens = []

@@ -182,9 +182,7 @@ def read_contents(record: SourceRecord, fields: Sequence[str], *, suggestion: st
 
 def _add_system(content: Record, record: SourceRecord) -> None:
     """Adds the system message that a record has beside its messages to them.
-
-    Raises: UserError if it is not a string, differs from another one, or belongs to a text.
-    """
+    Raises: UserError if it is not a string, differs from another one, or belongs to a text."""
     names = [name for name in SYSTEM_FIELDS if record.has(name)]
     for name in names:
         if not isinstance(record.values[name], str):
@@ -267,10 +265,8 @@ def _check_message(message: SourceRecord) -> Record:
 
 def _has_loss(message: SourceRecord, role: str) -> bool:
     """Returns False if a flag of a message gives it no loss.
-
     Raises: UserError for other values than 0, 1, true and false, and for a loss on a message of
-        another role than the assistant. (OpenAI gives weight 1 to all.)
-    """
+    another role than the assistant. (OpenAI gives weight 1 to all.)"""
     has_loss = True
     words = ("false", "true")
     for name, with_loss in _LOSS_FLAGS.items():
@@ -294,10 +290,8 @@ def _has_loss(message: SourceRecord, role: str) -> bool:
 
 
 def _parse_tool_call(call: Record) -> Record:
-    """Returns a tool call without null fields, its arguments as an object.
-
-    A call of a function without arguments may have null or an empty string for them.
-    """
+    """Returns a tool call without null fields, its arguments as an object. A call of a function
+    without arguments may have null or an empty string for them."""
     call = drop_nulls(call)
     if isinstance(call.get("function"), dict):
         return call | {"function": _parse_tool_call(call["function"])}

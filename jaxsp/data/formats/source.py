@@ -117,10 +117,8 @@ class Source(ConfigSection, abc.ABC):
     values: ClassVar[Mapping[str, Any]] = {}
     """Stored columns with one value for each record, with the value of a bad record."""
     bytes_per_worker: ClassVar[int] = 2**25
-    """Bytes of records that are worth a tokenization worker.
-
-    A worker takes 3 to 8 s to start. Without workers, the tokenizer's threads use all cores too,
-    except for a tenth of the time with text, and longer with templates, which Python renders. (40
+    """Bytes of records that are worth a tokenization worker, which takes 3 to 8 s to start. Without
+    workers, the tokenizer's threads use all cores too, except while Python renders templates. (40
     MB of text on 2 cores: 10 s without workers, 17 s with.)"""
     needs_tokenizer: ClassVar[bool] = True
     is_chat: ClassVar[bool] = False
@@ -195,10 +193,8 @@ class Source(ConfigSection, abc.ABC):
 
     def convert(self, record: Any, *, has_labels: bool = False) -> Record:
         """Returns the columns to store of a record.
-
         Args: has_labels: records of tokens have labels; all of them must, or none.
-        Raises: UserError if the record cannot be used.
-        """
+        Raises: UserError if the record cannot be used."""
         if not isinstance(record, dict):
             example = f"{{{json.dumps(self.required[0])}: ...}}"
             raise UserError(f"is {records.type_name(record)}, not a record such as {example}.")
@@ -233,9 +229,7 @@ class Source(ConfigSection, abc.ABC):
 
     def _join_fields(self, record: Record) -> Record:
         """Joins texts that are read as one, under the name of `name_column`.
-
-        Source: LLaMA-Factory joins Alpaca's instruction and input in the same way.
-        """
+        Source: LLaMA-Factory joins Alpaca's instruction and input in the same way."""
         for field, names in self.fields.items():
             if isinstance(names, str) or not record.keys() & set(names):
                 continue
@@ -248,10 +242,8 @@ class Source(ConfigSection, abc.ABC):
 
     def _refuse_unread(self, record: Record, content: Any) -> None:
         """Refuses text in fields that nothing reads, unless a message of the prompt has it too.
-
         Args: content: value of a field that the format requires.
-        Raises: UserError with a config that reads the text, if there is one.
-        """
+        Raises: UserError with a config that reads the text, if there is one."""
         read = self.known_columns()
         unread = [
             name
@@ -284,10 +276,8 @@ class Source(ConfigSection, abc.ABC):
     def _suggest_reading(
         self, record: Record, unread: list[str], content: Any, read: Collection[str]
     ) -> str:
-        """Returns `fields` of the config that read all of the text; empty if there are none.
-
-        None read text that has all other texts of the record, or a conversation with an answer.
-        """
+        """Returns `fields` of the config that read all of the text; empty if there are none. None
+        read text that has all other texts of the record, or a conversation with an answer."""
         texts = [text for name in read if isinstance(text := record.get(name), str) and text]
         for name in unread:
             value = record[name]
@@ -321,9 +311,7 @@ class SourceRecord:
 
     def get(self, field: str) -> Any:
         """Returns a required field.
-
-        Raises: UserError with a config that reads the record, if one is known.
-        """
+        Raises: UserError with a config that reads the record, if one is known."""
         name = self.name(field)
         if self.values.get(name) is not None:
             return self.values[name]
@@ -343,20 +331,15 @@ class SourceRecord:
         return None if isinstance(value, str) and not value else value
 
     def has(self, name: str) -> bool:
-        """Returns True if a field is not empty, and the config does not ignore it.
-
-        A field that the config's `fields` maps to another one has only that one's meaning.
-        """
+        """Returns True if a field is not empty, and the config does not ignore it. A field that the
+        config's `fields` maps to another one has only that one's meaning."""
         value = self.values.get(name)
         if value is None or (isinstance(value, Sized) and len(value) == 0):
             return False
         return name not in (*self.source.ignore_fields, *map(self.name, self.source.fields))
 
     def refuse(self, refused: Mapping[str, str]) -> None:
-        """Raises: UserError for a field whose meaning jaxsp would ignore.
-
-        Args: refused: names, and the reason with a suggestion.
-        """
+        """Raises: UserError for a field whose meaning jaxsp would ignore, with the reason."""
         for name, reason in refused.items():
             if self.has(name):
                 raise UserError(f"has {name}: {reason}, or set {suggest_ignoring(name)}.")

@@ -16,9 +16,6 @@ is empty if the record is the whole file."""
 _BATCH_BYTES = 2**24
 """Bytes of rows that are converted to Python objects together."""
 
-_MAX_BATCH_ROWS = 1000
-
-
 Select = Callable[[list[str]], list[str]]
 """Returns the columns to read from a table with these columns; none if a required one is
 missing."""
@@ -27,7 +24,7 @@ missing."""
 def rows_per_batch(num_rows: int, num_bytes: int, batch_bytes: int | None = None) -> int:
     """Number of rows with about `batch_bytes`; at least 1, at most 1000."""
     rows = (batch_bytes or _BATCH_BYTES) * num_rows // max(num_bytes, 1)
-    return min(max(rows, 1), _MAX_BATCH_ROWS)
+    return min(max(rows, 1), 1000)
 
 
 def make_lists(arrays: list[np.ndarray]) -> pa.LargeListArray:
@@ -45,10 +42,8 @@ def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[Loca
 def read_batches(
     batches: Iterable[pa.RecordBatch], names: list[str], select: Select
 ) -> Iterator[LocatedRecord]:
-    """Yields the rows of Arrow tables, counted from 1, as records with the selected columns.
-
-    If a required column is missing, each record has the table's column names, with empty values.
-    """
+    """Yields the rows of Arrow tables, counted from 1, as records with the selected columns. If a
+    required column is missing, each record has the table's column names, with empty values."""
     selected = select(names)
     for name in selected:
         if names.count(name) > 1:
@@ -91,9 +86,7 @@ def read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
 
 def read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
     """Yields the rows of an Arrow file, or of one or more Arrow streams in a file.
-
-    Raises: pyarrow's errors, or ValueError, if the file is damaged.
-    """
+    Raises: pyarrow's errors, or ValueError, if the file is damaged."""
     with pa.memory_map(file) as source:
         if source.read(6) == b"ARROW1":
             table = pa.ipc.open_file(source)
@@ -102,20 +95,20 @@ def read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
             return
         source.seek(0)
         schema = pa.ipc.open_stream(source).schema
-        source.seek(0)
-        yield from read_batches(_read_streams(source, schema), schema.names, select)
+
+        def read_streams() -> Iterator[pa.RecordBatch]:
+            source.seek(0)
+            while source.tell() < source.size():
+                stream = pa.ipc.open_stream(source)
+                if stream.schema != schema:
+                    raise ValueError("a second stream follows with other columns")
+                yield from stream
+
+        yield from read_batches(read_streams(), schema.names, select)
         # without this mark, a stream cut between two batches would look like a shorter stream
         source.seek(max(source.size() - 8, 0))
         if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
             raise ValueError("the stream has no end")
-
-
-def _read_streams(source: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    while source.tell() < source.size():
-        stream = pa.ipc.open_stream(source)
-        if stream.schema != schema:
-            raise ValueError("a second stream follows with other columns")
-        yield from stream
 
 
 def _to_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str | None]]:
@@ -138,22 +131,7 @@ def _column_to_python(column: pa.Array) -> list[Any]:
         return [
             row.values.to_numpy(zero_copy_only=False) if row.is_valid else None for row in column
         ]
-    values = column.to_pylist()
-    if not _needs_parsing(column.type):
-        return values
-    return [_parse_value(value, column.type) for value in values]
-
-
-def _needs_parsing(kind: pa.DataType) -> bool:
-    """Returns True if an Arrow type contains objects or JSON.
-
-    `datasets` writes a field as JSON if its type differs between records.
-    """
-    if isinstance(kind, pa.MapType):
-        inner = [kind.key_type, kind.item_type]
-    else:
-        inner = [kind.field(index).type for index in range(kind.num_fields)]
-    return isinstance(kind, pa.JsonType | pa.StructType) or any(map(_needs_parsing, inner))
+    return [_parse_value(value, column.type) for value in column.to_pylist()]
 
 
 _LIST_TYPES = (
@@ -163,11 +141,10 @@ _LIST_TYPES = (
 
 
 def _parse_value(value: Any, kind: pa.DataType) -> Any:
-    """Parses the JSON in a value, and drops null fields of objects.
-
-    A table gives each object the fields of all. A map stays pyarrow's list of pairs, with its
-    nulls: it has only its own keys. Values of other types stay as they are.
-    """
+    """Parses the JSON in a value, and drops null fields of objects. `datasets` writes a field as
+    JSON if its type differs between records. A table gives each object the fields of all. A map
+    stays pyarrow's list of pairs, with its nulls: it has only its own keys. Values of other types
+    stay as they are."""
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):

@@ -30,11 +30,6 @@ _SUBSETS_PATTERN = re.compile(
 )
 """List of existing subsets in an error of `datasets` for an unknown or missing subset."""
 
-_MAX_ERROR_CHARS = 300
-"""Maximum length of a quoted error: for tables that do not match, `datasets` prints both."""
-
-_RECORDS_PER_READ = 1000
-
 UNKNOWN_LENGTH = 2**40
 """Number of records of a split that is not read yet."""
 
@@ -121,7 +116,7 @@ def read_records(dataset: "datasets.Dataset", select: Select) -> Iterator[column
     """Yields records with the selected columns: see `columnar.read_batches`."""
     names = dataset.column_names
     selected = dataset.select_columns(select(names) or names[:1])
-    tables = selected.with_format("arrow").iter(_RECORDS_PER_READ)
+    tables = selected.with_format("arrow").iter(1000)
     batches = (batch for table in tables for batch in table.to_batches())
     yield from columnar.read_batches(batches, names, select)
 
@@ -155,10 +150,8 @@ def select_ranges(splits: "Mapping[str, datasets.Dataset]", spec: str) -> "datas
 
 def resolve_ranges(spec: str, lengths: Mapping[str, int]) -> list[tuple[str, int, int]]:
     """Returns split, start and stop of each part in `spec`, by the rules of `datasets`.
-
-    Args:   lengths: number of records of each split.
-    Raises: UserError if `spec` is not valid, or names an unknown split or an empty part.
-    """
+    Args: lengths: number of records of each split.
+    Raises: UserError if `spec` is not valid, or names an unknown split or an empty part."""
     import datasets
 
     try:
@@ -187,7 +180,7 @@ def _describe_failure(error: Exception, source: Source) -> str:
         error.__cause__, Exception
     ):
         error = error.__cause__  # the error itself gives no reason
-    reason = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
+    reason = " ".join(str(error).split())[:300]
     known = _SUBSETS_PATTERN.search(str(error))
     if known:
         problem = "has several subsets"

@@ -1,6 +1,7 @@
 """Cached records and tokens: Arrow files that are written once and mapped into memory."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import shutil
@@ -28,23 +29,9 @@ if TYPE_CHECKING:
 _BATCH_SIZE = 2**24
 """Characters or tokens that are written together: documents have a few to 100 million of them."""
 
-_ENTRY_OVERHEAD = 100
-"""Characters added for each entry: a source may have a million empty documents."""
-
-_POLL_S = 0.05
-"""Time between two attempts to take a lock, of few processes."""
-
-_PROGRESS_DELAY_S = 3.0
-"""Seconds of reading before a progress bar appears."""
-
 _ID_LIST = pa.large_list(pa.int32())
 
-_COLUMN_TYPES = {
-    str: pa.large_string(),
-    np.ndarray: _ID_LIST,
-    float: pa.float64(),
-    bool: pa.bool_(),
-}
+_TYPES = {str: pa.large_string(), np.ndarray: _ID_LIST, float: pa.float64(), bool: pa.bool_()}
 """Arrow types of columns by the Python type of their values."""
 
 
@@ -72,9 +59,7 @@ class DamagedCacheError(NeedsAttentionError):
 
 def open_file(path: pathlib.Path, *, stats_file: pathlib.Path | None = None) -> "datasets.Dataset":
     """Maps a cached file into memory. Raises: DamagedCacheError if it is missing, empty or cut.
-
-    Args: stats_file: its statistics, which are removed with a damaged file.
-    """
+    Args: stats_file: its statistics, which are removed with a damaged file."""
     import datasets
 
     try:
@@ -92,52 +77,41 @@ def write_cache(
     entries: Iterator[RecordEntry], columns: RecordEntry, path: pathlib.Path, *, desc: str
 ) -> None:
     """Writes entries to an Arrow file, which gets its name when it is complete, and its checksum.
-
-    Args:
-        columns: columns with the content of a record, and a value of each.
-        desc: label of the progress bar.
-    """
+    Args: columns: columns with the content of a record, and a value of each."""
     import datasets
 
     names = {"place": pa.string(), "problem": pa.string()}
-    types = {name: _COLUMN_TYPES[type(value)] for name, value in columns.items()}
+    types = {name: _TYPES[type(value)] for name, value in columns.items()}
     schema = pa.schema(names | types)
     content = next(iter(columns))
-    progress = datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=_PROGRESS_DELAY_S)
+    progress = datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=3.0)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
         with pa.ipc.new_stream(str(partial), schema) as stream:
             batch: list[RecordEntry] = []
             size = 0
-            for entry in progress:
-                batch.append(entry)
-                size += len(entry[content]) + _ENTRY_OVERHEAD
-                if size > _BATCH_SIZE:
-                    stream.write_batch(_to_record_batch(batch, schema))
+            for entry in itertools.chain(progress, [None]):
+                if entry is not None:
+                    batch.append(entry)
+                    size += len(entry[content]) + 100  # a source may have a million empty ones
+                if batch and (entry is None or size > _BATCH_SIZE):
+                    lists = [[each[name] for each in batch] for name in schema.names]
+                    arrays = [
+                        columnar.make_lists(values) if kind == _ID_LIST else pa.array(values, kind)
+                        for values, kind in zip(lists, schema.types, strict=True)
+                    ]
+                    stream.write_batch(pa.record_batch(arrays, schema=schema))
                     batch = []
                     size = 0
-            if batch:
-                stream.write_batch(_to_record_batch(batch, schema))
         files.sync(partial)
         files.write_checksum(path, content=partial)
         partial.replace(path)
     files.sync_dir(path.parent)
 
 
-def _to_record_batch(entries: list[RecordEntry], schema: pa.Schema) -> pa.RecordBatch:
-    columns = []
-    for field in schema:
-        values = [entry[field.name] for entry in entries]
-        is_list = field.type == _ID_LIST
-        columns.append(columnar.make_lists(values) if is_list else pa.array(values, field.type))
-    return pa.record_batch(columns, schema=schema)
-
-
 def read_lists(dataset: "datasets.Dataset", column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the chunks of a column of lists without copying.
-
-    Yields: where each list begins and ends in the chunk's values (M + 1 offsets), and the values.
-    """
+    """Yields the chunks of a column of lists without copying: where each list begins and ends in
+    the chunk's values (M + 1 offsets), and the values."""
     assert dataset._indices is None, "the table's order is not the dataset's"
     for chunk in dataset.data.column(column).chunks:
         if len(chunk):
@@ -151,32 +125,33 @@ def hide_progress_without_terminal() -> Iterator[None]:
     """Disables progress bars of `datasets` if stderr is not a terminal: they would fill logs."""
     import datasets
 
-    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
+    hides = not (sys.stderr.isatty() or datasets.are_progress_bars_disabled())
+    if hides:
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
-        datasets.enable_progress_bars()
+        if hides:
+            datasets.enable_progress_bars()
 
 
 @contextlib.contextmanager
 def build_once(cached: pathlib.Path) -> Iterator[None]:
     """Lets one process at a time look for a file and create it; the others wait, and find it.
-
-    Raises: UserError if the disk is full while the file is created.
-    """
+    Raises: UserError if the disk is full while the file is created."""
     lock = cached.with_name(f"{cached.name}.lock")
     if not os.access(cached.parent, os.W_OK):  # a read-only cache needs no lock
         yield
         return
     try:
-        interval_s = distributed.poll_interval_s(_POLL_S)
+        interval_s = distributed.poll_interval_s(0.05)
         with filelock.FileLock(lock).acquire(poll_interval=interval_s):
             yield
-    except Exception as error:  # datasets wraps a full disk in its own error types
-        if not _is_disk_full(error):
+    except Exception as error:
+        cause: BaseException | None = error  # datasets wraps a full disk in its own error types
+        while cause is not None and getattr(cause, "errno", None) not in files.DISK_FULL_ERRNOS:
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
             raise
         free = shutil.disk_usage(cached.parent).free
         raise UserError(
@@ -185,13 +160,6 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
             "HF_DATASETS_CACHE to a folder on a larger disk.",
             is_named=True,
         ) from error
-
-
-def _is_disk_full(error: BaseException | None) -> bool:
-    """Returns True for DISK_FULL_ERRNOS, also as the cause of another error."""
-    if error is None or (isinstance(error, OSError) and error.errno in files.DISK_FULL_ERRNOS):
-        return error is not None
-    return _is_disk_full(error.__cause__ or error.__context__)
 
 
 def find_bad_records(
@@ -211,9 +179,7 @@ def find_bad_records(
 
 def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig) -> None:
     """Checks that data.on_bad_record allows the bad records of a dataset.
-
-    Raises: UserError naming the first bad records, their number, and what to change.
-    """
+    Raises: UserError naming the first bad records, their number, and what to change."""
     count, examples = find_bad_records(dataset, max_examples=MAX_NAMED_RECORDS)
     is_skipped = data.on_bad_record == "skip" and count <= data.max_bad_records
     if not count or (is_skipped and count < len(dataset)):

@@ -5,7 +5,6 @@ Those in object stores are downloaded once, and read from the disk.
 
 import contextlib
 import csv
-import dataclasses
 import functools
 import glob
 import hashlib
@@ -14,7 +13,7 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import filelock
 import pyarrow as pa
@@ -54,17 +53,19 @@ def _read_text(file: str, select: Select) -> Iterator[LocatedRecord]:
 
 
 def _read_json(file: str, select: Select) -> Iterator[LocatedRecord]:
-    read = json_records.read_lines
-    unit = "line"
-    # in .jsonl, a line with an array is one bad record
-    if split_suffix(file)[0] == ".json":
+    is_array = False
+    if split_suffix(file)[0] == ".json":  # in .jsonl, a line with an array is one bad record
         with _open_decompressed(file) as stream:
-            if json_records.is_array(stream):
-                read = json_records.read_array
-                unit = "record"
+            first_bytes = (line.strip(b"\xef\xbb\xbf \t\r\n")[:1] for line in stream)
+            is_array = next(filter(None, first_bytes), b"") == b"["
     with _open_decompressed(file) as stream:
-        for number, record, problem in read(stream):
-            yield f"{unit} {number}", record, problem
+        if is_array:
+            text = stream.read().decode("utf-8-sig", errors="surrogateescape")
+            for number, record, problem in json_records.read_array(text):
+                yield f"record {number}", record, problem
+        else:
+            for number, record, problem in json_records.read_lines(stream):
+                yield f"line {number}", record, problem
 
 
 def _read_csv(file: str, select: Select, *, delimiter: str) -> Iterator[LocatedRecord]:
@@ -89,8 +90,7 @@ def _read_csv(file: str, select: Select, *, delimiter: str) -> Iterator[LocatedR
                 yield place, None, problem
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FileType:
+class FileType(NamedTuple):
     """A type of file that holds records."""
 
     name: str
@@ -98,18 +98,18 @@ class FileType:
     is_compressible: bool = True
 
 
-TEXT = FileType(name="text", read=_read_text)
+TEXT = FileType("text", _read_text)
 
-_JSON = FileType(name="json", read=_read_json)
+_JSON = FileType("json", _read_json)
 
 FILE_TYPES = {
     ".jsonl": _JSON,
     ".ndjson": _JSON,
     ".json": _JSON,
-    ".csv": FileType(name="csv", read=functools.partial(_read_csv, delimiter=",")),
-    ".tsv": FileType(name="csv", read=functools.partial(_read_csv, delimiter="\t")),
-    ".parquet": FileType(name="parquet", read=columnar.read_parquet, is_compressible=False),
-    ".arrow": FileType(name="arrow", read=columnar.read_arrow, is_compressible=False),
+    ".csv": FileType("csv", functools.partial(_read_csv, delimiter=",")),
+    ".tsv": FileType("csv", functools.partial(_read_csv, delimiter="\t")),
+    ".parquet": FileType("parquet", columnar.read_parquet, is_compressible=False),
+    ".arrow": FileType("arrow", columnar.read_arrow, is_compressible=False),
 }
 """File types by suffix; any other file is plain text."""
 
@@ -123,9 +123,7 @@ def split_suffix(file: str) -> tuple[str, str | None]:
 
 def detect_file_type(file: str) -> FileType:
     """Returns the type that a file's name stands for.
-
-    Raises: UserError if files of this name are not supported.
-    """
+    Raises: UserError if files of this name are not supported."""
     suffix, codec = split_suffix(file)
     file_type = FILE_TYPES.get(suffix, TEXT)
     codec_suffix = pathlib.Path(file).suffix if codec else ""
@@ -151,10 +149,8 @@ def read_files(files: Sequence[str], select: Select) -> Iterator[LocatedRecord]:
 
 def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator[LocatedRecord]:
     """Yields every record of a file in order; those that cannot be read have a problem instead.
-
-    Args:   name: the file's name in places and errors, if it has another one.
-    Raises: UserError naming the file, and the last record before the damage.
-    """
+    Args: name: the file's name in places and errors, if it has another one.
+    Raises: UserError naming the file, and the last record before the damage."""
     return columnar.locate_records(name or file, _read_file(file, select))
 
 
@@ -233,24 +229,17 @@ def find_files(path: pathlib.Path, source: Source) -> list[str]:
 
 
 def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int, int, int]]:
-    """Returns values that change when a file does, whatever the working directory.
-
-    `cp -p`, `rsync -t` and tar set a file's mtime, but nothing sets its ctime. Inodes are left out:
-    on some network file systems they differ between mounts.
-    """
-    identities = []
-    for file in files:
-        path = pathlib.Path(file).resolve()
-        stat = path.stat()
-        identities.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-    return identities
+    """Returns values that change when a file does, whatever the working directory. `cp -p`, `rsync
+    -t` and tar set a file's mtime, but nothing sets its ctime. Inodes are left out: on some network
+    file systems they differ between mounts."""
+    resolved = [pathlib.Path(file).resolve() for file in files]
+    stats = [(path, path.stat()) for path in resolved]
+    return [(str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats]
 
 
 def common_file_type(files: Sequence[str], source: Source) -> FileType:
     """Returns the type of all files.
-
-    Raises: UserError if they have several types, or cannot contain the source's format.
-    """
+    Raises: UserError if they have several types, or cannot contain the source's format."""
     examples = {detect_file_type(file).name: file for file in files}
     if len(examples) > 1:
         raise UserError(
@@ -268,61 +257,48 @@ def common_file_type(files: Sequence[str], source: Source) -> FileType:
 
 class StoredFiles:
     """Files in an object store that a URL or a glob stands for, sorted.
-
-    Raises: UserError if there is none, or if the store cannot be used.
-    """
+    Raises: UserError if there is none, or if the store cannot be used."""
 
     def __init__(self, url: str):
         urls.check(url)
         bucket = "/".join(url.split("/")[:3])
         pattern = url.removeprefix(f"{bucket}/")
         self._store = ObjectStore(bucket)
-        objects = self._store.list(pattern, is_glob=glob.has_magic(pattern))
-        if not glob.has_magic(pattern):
-            objects = {name: info for name, info in objects.items() if name == pattern}
-        if not objects:
+        is_glob = glob.has_magic(pattern)
+        self.versions = {}
+        for name, info in sorted(self._store.list(pattern, is_glob=is_glob).items()):
+            if is_glob or name == pattern:
+                # an ETag changes when an object is written with other content
+                version = info.get("ETag") or info.get("etag") or info.get("updated") or ""
+                self.versions[f"{bucket}/{name}"] = (info["size"], str(version).strip('"'))
+        """Values that change when a file does, by its URL."""
+        if not self.versions:
             raise UserError(
                 "no object matches. Name objects, for example "
                 f"{bucket if glob.has_magic(url) else url.rstrip('/')}/*.jsonl; `*` stays in one "
                 "folder, `**` includes subfolders."
             )
-        self.objects = {f"{bucket}/{name}": objects[name] for name in sorted(objects)}
-        """Entry of the store for each file, by its URL."""
-
-    @property
-    def identity(self) -> list[tuple[str, int, str]]:
-        """Values that change when a file does."""
-        return [(url, info["size"], _version(info)) for url, info in self.objects.items()]
 
     def read(self, select: Select) -> Iterator[LocatedRecord]:
         """Yields every record of the files, which are downloaded if this version never was, or if
-        the downloaded file is damaged.
+        the downloaded file is damaged. Places and errors name URLs instead of the downloaded
+        files."""
+        for url in self.versions:
+            yield from read_file(str(self._download(url)), select, name=url)
 
-        Places and errors name URLs instead of the downloaded files.
-        """
-        for url, info in self.objects.items():
-            yield from read_file(str(self._download(url, info)), select, name=url)
-
-    def _download(self, url: str, info: dict[str, Any]) -> pathlib.Path:
+    def _download(self, url: str) -> pathlib.Path:
         import datasets
 
-        # the object's name stays: its suffix tells the type
-        version = f"{url} {info['size']} {_version(info)}"
-        digest = hashlib.sha256(version.encode()).hexdigest()[:32]
+        size, version = self.versions[url]
+        digest = hashlib.sha256(f"{url} {size} {version}".encode()).hexdigest()[:32]
         root = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / "objects"
-        path = root / digest / url.rpartition("/")[2]
+        path = root / digest / url.rpartition("/")[2]  # the suffix tells the type
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_name(f"{path.name}.lock")):
             if not core_files.is_intact(path):
                 if path.exists():
                     distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
                 name = url.removeprefix(f"{self._store.url}/")
-                self._store.download({name: path}, {name: info["size"]})
+                self._store.download({name: path}, {name: size})
                 core_files.write_checksum(path)
         return path
-
-
-def _version(info: dict[str, Any]) -> str:
-    """Value that changes when an object is written with other content: its ETag."""
-    version = info.get("ETag") or info.get("etag") or info.get("updated") or ""
-    return str(version).strip('"')

@@ -1,14 +1,13 @@
 """Reads a source's records once, into an Arrow file that is mapped into memory from then on."""
 
 import collections
-import dataclasses
 import functools
 import glob
 import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxsp.core import errors, urls
 from jaxsp.core.errors import UserError, at
@@ -31,8 +30,7 @@ _MAX_CHECKED_BAD = 100
 """Number of bad records after which reading stops: the config must be wrong."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _RecordSource:
+class _RecordSource(NamedTuple):
     identity: Any
     """Value that changes when the records do."""
     records: Callable[[], Iterator[LocatedRecord]]
@@ -112,6 +110,7 @@ def list_unread_fields(source: Source) -> list[str]:
 def _resolve_source(source: Source, select: Select) -> _RecordSource:
     """Finds the files, saved folder or hub data set with a source's name; local ones come first."""
     path = None if urls.is_url(source.source) else source_files.resolve_path(source)
+    dataset = None
     if path is not None and _may_be_on_hub(path, source):
         dataset = hub.open_hub_dataset(source)
     else:
@@ -121,35 +120,25 @@ def _resolve_source(source: Source, select: Select) -> _RecordSource:
                     f".{name} = {value}: only data sets on the hub have one, not files. Remove "
                     f"{name}."
                 )
-        if path is None or not hub.is_saved_dataset(path):
-            return _resolve_files(path, source, select)
-        dataset = hub.open_saved_dataset(path, source)
-    place = f"{source.source} ({source.split})" if "[" in (source.split or "") else source.source
-    # a data set that was created again from other data may keep its fingerprint
-    cache_files = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
-    identities = source_files.file_identities(cache_files)
-    return _RecordSource(
-        identity=(source.source, dataset._fingerprint, identities),
-        records=lambda: columnar.locate_records(place, hub.read_records(dataset, select)),
-    )
-
-
-def _may_be_on_hub(path: pathlib.Path, source: Source) -> bool:
-    if glob.has_magic(str(path)) or path.exists() or not hub.is_hub_name(source.source):
-        return False
-    is_text = source_files.split_suffix(source.source)[0] in source_files.TEXT_SUFFIXES
-    return source_files.detect_file_type(str(path)) is source_files.TEXT and not is_text
-
-
-def _resolve_files(path: pathlib.Path | None, source: Source, select: Select) -> _RecordSource:
-    """Finds the files of a path or a glob. Args: path: None for a URL."""
+        if path is not None and hub.is_saved_dataset(path):
+            dataset = hub.open_saved_dataset(path, source)
+    if dataset is not None:
+        is_part = "[" in (source.split or "")
+        place = f"{source.source} ({source.split})" if is_part else source.source
+        # a data set that was created again from other data may keep its fingerprint
+        cache_files = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
+        identities = source_files.file_identities(cache_files)
+        return _RecordSource(
+            identity=(source.source, dataset._fingerprint, identities),
+            records=lambda: columnar.locate_records(place, hub.read_records(dataset, select)),
+        )
     if source.split is not None:  # a wrong one is reported before the files are read
         hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH})
-    identity: Any
+    records: Callable[[], Iterator[LocatedRecord]]
     if path is None:
         stored = source_files.StoredFiles(source.source)
-        files = list(stored.objects)
-        identity = stored.identity
+        files = [*stored.versions]
+        identity: Any = [(url, *version) for url, version in stored.versions.items()]
         records = functools.partial(stored.read, select)
     else:
         files = source_files.find_files(path, source)
@@ -159,14 +148,19 @@ def _resolve_files(path: pathlib.Path | None, source: Source, select: Select) ->
     return _RecordSource(identity=(file_type.name, identity), records=records, split=source.split)
 
 
+def _may_be_on_hub(path: pathlib.Path, source: Source) -> bool:
+    if glob.has_magic(str(path)) or path.exists() or not hub.is_hub_name(source.source):
+        return False
+    is_text = source_files.split_suffix(source.source)[0] in source_files.TEXT_SUFFIXES
+    return source_files.detect_file_type(str(path)) is source_files.TEXT and not is_text
+
+
 def _check_records(
     source: Source, origin: _RecordSource, columns: RecordEntry, *, data: DataConfig
 ) -> Iterator[RecordEntry]:
     """Yields an entry for every record. Args: columns: those to store, with empty values.
-
     Raises: UserError for too many bad records, for no usable record, and for `fields` and `roles`
-        that no record has.
-    """
+    that no record has."""
     unseen_fields = {
         name: field
         for field, names in source.fields.items()
@@ -224,10 +218,8 @@ def _check_records(
 
 def check_no_duplicates(sources: Mapping[str, Source]) -> None:
     """Checks that no file is read twice in the same way, which would count its documents twice.
-
-    Args:   sources: sources that can be read, by field, such as data.train.0.
-    Raises: UserError naming the second source.
-    """
+    Args: sources: sources that can be read, by field, such as data.train.0.
+    Raises: UserError naming the second source."""
     first_fields: dict[tuple[str, str], str] = {}
     # with other fields, or another split, a file has other documents
     settings = {
@@ -239,7 +231,15 @@ def check_no_duplicates(sources: Mapping[str, Source]) -> None:
         if counts[settings[field]] == 1:
             continue  # avoids listing the files again, which takes seconds on network disks
         with at(f"{field}.source", source.source):
-            for file, identity in _list_files(source).items():
+            # a file by a name that no other file has; nothing for data sets
+            path = source_files.resolve_path(source)
+            identities: dict[str, str] = {}
+            if urls.is_url(source.source):
+                identities = {url: url for url in source_files.StoredFiles(source.source).versions}
+            elif path.is_file() or glob.has_magic(str(path)):
+                files = source_files.find_files(path, source)
+                identities = {file: os.path.realpath(file) for file in files}
+            for file, identity in identities.items():
                 first = first_fields.setdefault((identity, settings[field]), field)
                 if first != field:
                     raise UserError(
@@ -247,16 +247,3 @@ def check_no_duplicates(sources: Mapping[str, Source]) -> None:
                         "would count twice. Leave it out of one of them; to repeat a source, raise "
                         "its weight."
                     )
-
-
-def _list_files(source: Source) -> dict[str, str]:
-    """Returns the files of a source, each with a name that no other file has.
-
-    Returns: nothing for folders and data sets on the hub.
-    """
-    if urls.is_url(source.source):
-        return {url: url for url in source_files.StoredFiles(source.source).objects}
-    path = source_files.resolve_path(source)
-    if not (path.is_file() or glob.has_magic(str(path))):
-        return {}
-    return {file: os.path.realpath(file) for file in source_files.find_files(path, source)}

@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +24,6 @@ from jaxsp.data.ingest.record_cache import DamagedCacheError
 if TYPE_CHECKING:
     import datasets
 
-_COLUMNS = ("tokens", "labels")
-
 BLOCK_IDS = 2**14
 """Ids with a common checksum: 64 KiB, about half of what a disk reads ahead. Checking one takes
 30 us; the checksums of 1 TB take 64 MB."""
@@ -35,25 +33,29 @@ BLOCK_IDS = 2**14
 class TokenStats:
     """Facts about all tokens and labels of a data set."""
 
-    digest: str
-    """SHA-256 of all lengths and ids; it does not depend on how they are split into chunks."""
+    digests: tuple[str, ...]
+    """Name of each column, SHA-256 of its lists' lengths, and of its ids. They do not depend on how
+    the lists are split into chunks."""
     extreme_ids: dict[str, list[tuple[int, int]]]
     """Lowest and highest id of each column, each with the first document that has it."""
-    length_checksums: np.ndarray
-    """CRC-32 of the lengths of each chunk's documents."""
     block_checksums: dict[str, np.ndarray]
     """CRC-32 of each block of each column, chunk after chunk."""
     paths: tuple[pathlib.Path, ...] = ()
     """Cached files with the ids, and the file with these statistics."""
 
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(" ".join(self.digests).encode()).hexdigest()
+
     def check_lengths(self, dataset: "datasets.Dataset") -> None:
         """Checks the lengths of all documents. Raises: DamagedCacheError."""
-        for column in self.block_checksums:
-            lists = list(record_cache.read_lists(dataset, column))
-            checksums = [_checksum(np.diff(offsets)) for offsets, _ in lists]
-            has_lengths = checksums == self.length_checksums.tolist()
-            num_blocks = sum(_count_blocks(ids) for _, ids in lists)
-            if not has_lengths or num_blocks != len(self.block_checksums[column]):
+        for column, digest in zip(self.digests[::3], self.digests[1::3], strict=True):
+            lengths = hashlib.sha256()
+            num_blocks = 0
+            for offsets, ids in record_cache.read_lists(dataset, column):
+                lengths.update(_encode_lengths(offsets))
+                num_blocks += _count_blocks(ids)
+            if (lengths.hexdigest(), num_blocks) != (digest, len(self.block_checksums[column])):
                 raise DamagedCacheError(self.paths, "the lengths of documents have changed")
 
     def check_blocks(self, column: str, chunks: list[np.ndarray]) -> "list[CheckedIds]":
@@ -64,65 +66,53 @@ class TokenStats:
 
 
 class CheckedIds:
-    """Ids of a chunk of a column. Several threads may read them."""
+    """Ids of a chunk of a column. Several threads may read them.
+    Args: checksums: of each block; none if the ids are not checked."""
 
     def __init__(
         self,
         ids: np.ndarray,
-        checksums: np.ndarray | None = None,
+        checksums: np.ndarray | Sequence[int] = (),
         paths: tuple[pathlib.Path, ...] = (),
     ):
-        """Args: checksums: of each block; None: the ids are not checked."""
         self.ids = ids
         """All ids, whether they are checked or not."""
         self._checksums = checksums
         self._paths = paths
-        num_blocks = 0 if checksums is None else len(checksums)
-        self._is_unchecked = bytearray(b"\1" * num_blocks)
+        self._is_unchecked = bytearray(b"\1" * len(checksums))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns a range of ids without copying. Raises: DamagedCacheError."""
-        first = start // BLOCK_IDS
-        end = -(-stop // BLOCK_IDS)
-        block = self._is_unchecked.find(1, first, end)
-        while block >= 0:
-            self._check(block)
-            block = self._is_unchecked.find(1, block + 1, end)
+        block = start // BLOCK_IDS
+        while (block := self._is_unchecked.find(1, block, -(-stop // BLOCK_IDS))) >= 0:
+            first = block * BLOCK_IDS
+            if _checksum(self.ids[first : first + BLOCK_IDS]) != self._checksums[block]:
+                reason = f"the ids {first:,} to {first + BLOCK_IDS:,} of a chunk have changed"
+                raise DamagedCacheError(self._paths, reason)
+            self._is_unchecked[block] = 0
         return self.ids[start:stop]
 
     def read_all(self) -> np.ndarray:
         """Returns all ids. Raises: DamagedCacheError."""
         return self.read(0, len(self.ids))
 
-    def _check(self, block: int) -> None:
-        assert self._checksums is not None, "no block is unchecked without checksums"
-        start = block * BLOCK_IDS
-        if _checksum(self.ids[start : start + BLOCK_IDS]) != self._checksums[block]:
-            reason = f"the ids {start:,} to {start + BLOCK_IDS:,} of a chunk have changed"
-            raise DamagedCacheError(self._paths, reason)
-        self._is_unchecked[block] = 0
-
 
 def compute(dataset: "datasets.Dataset") -> TokenStats:
     """Computes the statistics, about 0.6 GB per second."""
-    digests = []
+    digests: list[str] = []
     extremes = {}
     blocks = {}
-    chunk_lengths: list[int] = []
-    for column in _COLUMNS:
+    for column in ("tokens", "labels"):
         if column not in dataset.column_names:
             continue
-        # lengths and values are hashed as two streams, so that chunk borders change nothing
         lengths = hashlib.sha256()
         values = hashlib.sha256()
         ends: list[tuple[int, int]] = []
         checksums: list[int] = []
-        chunk_lengths = []
         num_documents = 0
         for offsets, ids in record_cache.read_lists(dataset, column):
-            lengths.update(np.diff(offsets).astype("<i8").data)
+            lengths.update(_encode_lengths(offsets))
             values.update(np.ascontiguousarray(ids, "<i4").data)
-            chunk_lengths.append(_checksum(np.diff(offsets)))
             starts = range(0, len(ids), BLOCK_IDS)
             checksums += [_checksum(ids[start : start + BLOCK_IDS]) for start in starts]
             has_loss = np.flatnonzero(ids != NO_LABEL) if column == "labels" else None
@@ -136,12 +126,7 @@ def compute(dataset: "datasets.Dataset") -> TokenStats:
         blocks[column] = np.array(checksums, np.uint32)
         if ends:
             extremes[column] = [min(ends), max(ends, key=lambda end: (end[0], -end[1]))]
-    return TokenStats(
-        digest=hashlib.sha256(" ".join(digests).encode()).hexdigest(),
-        extreme_ids=extremes,
-        length_checksums=np.array(chunk_lengths, np.uint32),
-        block_checksums=blocks,
-    )
+    return TokenStats(digests=tuple(digests), extreme_ids=extremes, block_checksums=blocks)
 
 
 def open_or_make(
@@ -165,14 +150,14 @@ def open_or_make(
         stats = read(stats_file)
         if stats is not None:
             tokenized = (
-                records.rename_column("input_ids", "tokens")
-                if make is None
-                else datasets.concatenate_datasets(
+                datasets.concatenate_datasets(
                     [
                         record_cache.open_file(path, stats_file=stats_file)
                         for path in stats.paths[:-1]
                     ]
                 )
+                if make
+                else records.rename_column("input_ids", "tokens")
             )
             stats.check_lengths(tokenized)
             return tokenized, stats
@@ -197,41 +182,33 @@ def _list_files(dataset: "datasets.Dataset") -> list[pathlib.Path]:
 
 def write(stats: TokenStats, file: pathlib.Path, cached: list[pathlib.Path]) -> TokenStats:
     """Writes statistics beside the cached files, which count as complete from then on.
-
-    Returns: the statistics with these paths.
-    """
+    Returns: the statistics with these paths."""
     for path in cached:
         files.sync(path)
     names = [path.name for path in cached]
-    fields = {"digest": stats.digest, "ids": stats.extreme_ids, "files": names}
+    fields = json.dumps({"digests": stats.digests, "ids": stats.extreme_ids, "files": names})
+    arrays: dict[str, Any] = {"fields": fields, **stats.block_checksums}
     buffer = io.BytesIO()
-    arrays: dict[str, Any] = {
-        "fields": json.dumps(fields),
-        "lengths": stats.length_checksums,
-        **stats.block_checksums,
-    }
     np.savez(buffer, **arrays)
-    files.write_atomic(file, _add_checksum(buffer.getvalue()))
+    content = buffer.getvalue()
+    files.write_atomic(file, _checksum(content).to_bytes(4, "little") + content)
     return dataclasses.replace(stats, paths=(*cached, file))
 
 
 def read(file: pathlib.Path) -> TokenStats | None:
     """Reads statistics; None if there are none. Raises: DamagedCacheError."""
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    if content != _add_checksum(content[4:]):
+    content = file.read_bytes()
+    if _checksum(content[4:]) != int.from_bytes(content[:4], "little") or len(content) < 4:
         raise DamagedCacheError((file,), "its contents have changed")
-    arrays = np.load(io.BytesIO(content[4:]), allow_pickle=False)
-    fields = json.loads(str(arrays["fields"]))
+    arrays = dict(np.load(io.BytesIO(content[4:]), allow_pickle=False))
+    fields = json.loads(str(arrays.pop("fields")))
+    ids = {column: [(low, at) for low, at in ends] for column, ends in fields["ids"].items()}
     return TokenStats(
-        digest=fields["digest"],
-        extreme_ids={
-            column: [(low, at) for low, at in ends] for column, ends in fields["ids"].items()
-        },
-        length_checksums=arrays["lengths"],
-        block_checksums={column: arrays[column] for column in _COLUMNS if column in arrays},
+        digests=tuple(fields["digests"]),
+        extreme_ids=ids,
+        block_checksums=arrays,
         paths=(*(file.parent / name for name in fields["files"]), file),
     )
 
@@ -240,9 +217,9 @@ def _count_blocks(ids: np.ndarray) -> int:
     return -(-len(ids) // BLOCK_IDS)
 
 
-def _checksum(values: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(values).data)
+def _encode_lengths(offsets: np.ndarray) -> memoryview:
+    return np.diff(offsets).astype("<i8").data
 
 
-def _add_checksum(content: bytes) -> bytes:
-    return zlib.crc32(content).to_bytes(4, "little") + content
+def _checksum(values: np.ndarray | bytes) -> int:
+    return zlib.crc32(values if isinstance(values, bytes) else np.ascontiguousarray(values).data)

@@ -48,10 +48,7 @@ class PackedDataset:
         epochs: int | None = None,
     ) -> RowSchedule:
         """Schedules `num_steps` more steps, or the steps to the end of `epochs` epochs.
-
-        Args:
-            consumed: number of rows consumed before.
-        """
+        Args: consumed: number of rows consumed before."""
         # after a change of the data: the rows of a pair stay together
         begin_row = -(-consumed // self.stream.block_rows) * self.stream.block_rows
         return mixing.build_schedule(
@@ -63,10 +60,15 @@ class PackedDataset:
 
     def is_epoch_end(self, schedule: RowSchedule, num_steps: int) -> bool:
         """True if an epoch ends with step `num_steps` of a schedule."""
-        before, after = (
-            _count_epochs(self.stream, schedule.rows_consumed(steps))
-            for steps in (num_steps - 1, num_steps)
-        )
+
+        def count_epochs(num_rows: int) -> int:
+            """Complete passes in the first rows. Plans no epoch that they do not reach."""
+            epoch = self.stream.find_epoch(num_rows - 1) if num_rows else 0
+            assert epoch is not None, "sources mixed by weight have no epochs"
+            return epoch + (num_rows == self.stream.count_rows(epoch + 1))
+
+        consumed = map(schedule.rows_consumed, (num_steps - 1, num_steps))
+        before, after = map(count_epochs, consumed)
         return after > before
 
     def make_loader(self, schedule: RowSchedule, placement: RowPlacement) -> BatchLoader:
@@ -94,13 +96,6 @@ class PackedDataset:
                 for source, digest in self.digested_sources
             ],
         }
-
-
-def _count_epochs(stream: RowStream, num_rows: int) -> int:
-    """Complete passes in the first rows of a stream. Plans no epoch that they do not reach."""
-    epoch = stream.find_epoch(num_rows - 1) if num_rows else 0
-    assert epoch is not None, "sources mixed by weight have no epochs"
-    return epoch + (num_rows == stream.count_rows(epoch + 1))
 
 
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -143,11 +138,8 @@ def pack_documents(
     source_weights: Sequence[float] | None = None,
 ) -> PackedDataset:
     """Packs documents into rows. The documents of a pair are in one row, or in two if none holds
-    both.
-
-    Without weights all documents are packed together. With weights each source is packed
-    separately, and the sources' rows are mixed.
-    """
+    both. Without weights all documents are packed together. With weights each source is packed
+    separately, and the sources' rows are mixed."""
     segments = documents.segments
     part_of_segment = np.zeros(len(segments.length), np.int64)
     weights: tuple[float, ...] = (1.0,)

@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import grain
@@ -25,7 +24,7 @@ from jaxsp.core.layout import Layout
 from jaxsp.data.packing import balance, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRows
-from jaxsp.data.packing.row_reader import Documents, RowSlice
+from jaxsp.data.packing.row_reader import Documents
 from jaxsp.system import device_mesh
 
 BlockSpan = tuple[tuple[int, int], ...]
@@ -59,10 +58,8 @@ class StepCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """Blocks of a step for this process's devices, by Batch field and span.
-
-    A block that several devices hold is there once.
-    """
+    """Blocks of a step for this process's devices, by Batch field and span. A block that several
+    devices hold is there once."""
 
     blocks: dict[str, dict[BlockSpan, np.ndarray]]
     pairs: Pairs | None
@@ -87,30 +84,23 @@ class RowPlacement(NamedTuple):
         return device_mesh.num_groups(self.mesh)
 
 
-class _SortedRows(NamedTuple):
-    """A step's rows, sorted for the groups: the most attention work first, empty rows last."""
+def number_documents(rows: PackedRows, block_rows: int) -> np.ndarray:
+    """Number in the step of each segment's document, for documents in pairs.
 
-    rows: PackedRows
-    block_rows: int
-    """Number of consecutive rows that belong together: see `PackedEpochs`."""
+    A pair that occurs twice, in two epochs, is two pairs of the step: one that lies in a row is
+    told apart by the row, and one in two rows by their block.
 
-    def number_documents(self) -> np.ndarray:
-        """Number in the step of each segment's document, for documents in pairs.
-
-        A pair that occurs twice, in two epochs, is two pairs of the step: one that lies in a row is
-        told apart by the row, and one in two rows by their block.
-        """
-        document = self.rows.document.astype(np.int64)
-        num_pairs = document.max(initial=0) // 2 + 1
-        row = self.rows.row_of_segment
-        keys = row * num_pairs + document // 2
-        _, indices, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        is_split = counts[indices] == 1
-        first_free = (len(self.rows) + 1) * num_pairs
-        keys = np.where(
-            is_split, first_free + row // self.block_rows * num_pairs + document // 2, keys
-        )
-        return 2 * np.unique(keys, return_inverse=True)[1] + document % 2
+    Args: block_rows: number of consecutive rows that belong together: see `PackedEpochs`.
+    """
+    document = rows.document.astype(np.int64)
+    num_pairs = document.max(initial=0) // 2 + 1
+    row = rows.row_of_segment
+    keys = row * num_pairs + document // 2
+    _, indices, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    first_free = (len(rows) + 1) * num_pairs
+    split_keys = first_free + row // block_rows * num_pairs + document // 2
+    keys = np.where(counts[indices] == 1, split_keys, keys)
+    return 2 * np.unique(keys, return_inverse=True)[1] + document % 2
 
 
 class BatchLoader:
@@ -150,70 +140,58 @@ class BatchLoader:
 
     def read_step(self, step: int) -> HostBatch:
         """Reads the blocks of a step for this process's devices."""
-        sorted_rows = self._sort_rows(step)
-        read_slice = functools.partial(self._read_slice, sorted_rows.rows)
-        blocks = self._read_blocks(PER_TOKEN, read_slice)
+        documents = self._documents
+        rows, block_rows = self._sort_rows(step)
         pairs = None
         numbers = np.zeros(0, np.int32)
-        if self._documents.per_record == 2:
-            numbers = sorted_rows.number_documents()
-            pairs = self._make_pairs(sorted_rows, numbers)
-        blocks |= self._read_blocks(
-            PER_ROW,
-            lambda place, *_: row_reader.make_slots(
-                sorted_rows.rows.row(place),
-                self._max_segments,
-                numbers[slice(*sorted_rows.rows.row_starts[place : place + 2])],
-            ),
-        )
-        return HostBatch(blocks=blocks, pairs=pairs, counts=self._count_step(step, sorted_rows))
+        documents_P2 = np.zeros((0, 2), np.int64)
+        if documents.per_record == 2:
+            numbers = number_documents(rows, block_rows)
+            pairs = self._make_pairs(rows, numbers)
+            documents_P2 = np.full((numbers.max(initial=-1) // 2 + 1, 2), -1, np.int64)
+            documents_P2.reshape(-1)[numbers] = rows.document
 
-    def _make_pairs(self, sorted_rows: _SortedRows, numbers: np.ndarray) -> Pairs:
+        def read_slice(place: int, begin: int, end: int) -> Mapping[str, Any]:
+            spans = self._placement.layout.spans(begin, end, row_tokens=self._row_tokens)
+            slices = [documents.read_slice(rows.row(place), *span) for span in spans]
+            return vars(row_reader.concatenate_slices(slices))
+
+        def read_slots(place: int, begin: int, end: int) -> Mapping[str, Any]:
+            row_numbers = numbers[slice(*rows.row_starts[place : place + 2])]
+            return row_reader.make_slots(rows.row(place), self._max_segments, row_numbers)
+
+        first_row, num_rows = self._schedule.step_rows(step)
+        tokens_per_source = np.bincount(
+            documents.find_sources(rows.document), rows.length, minlength=len(documents.sources)
+        )
+        counts = StepCounts(
+            rows=rows,
+            places=self._places,
+            num_rows=num_rows,
+            epoch=self._stream.find_epoch(first_row + num_rows - 1),
+            tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
+            documents_P2=documents_P2,
+            imbalance=self._compute_imbalance(rows),
+        )
+        blocks = self._read_blocks(PER_TOKEN, read_slice) | self._read_blocks(PER_ROW, read_slots)
+        return HostBatch(blocks=blocks, pairs=pairs, counts=counts)
+
+    def _make_pairs(self, rows: PackedRows, numbers: np.ndarray) -> Pairs:
         """Pairs of a step. Args: numbers: of each segment's document."""
         max_pairs = batch.max_pairs(
             rows_per_step=self._placement.rows_per_step, max_segments=self._max_segments
         )
         references_D = np.zeros(2 * max_pairs, np.float32)
         is_desirable_P = np.zeros(max_pairs, bool)
-        document = sorted_rows.rows.document
         if self._documents.references is not None:
-            references_D[numbers] = self._documents.references[document]
+            references_D[numbers] = self._documents.references[rows.document]
         if self._documents.is_desirable is not None:
-            is_desirable_P[numbers // 2] = self._documents.is_desirable[document // 2]
+            is_desirable_P[numbers // 2] = self._documents.is_desirable[rows.document // 2]
         return Pairs(references_P2=references_D.reshape(-1, 2), is_desirable_P=is_desirable_P)
-
-    def _count_step(self, step: int, sorted_rows: _SortedRows) -> StepCounts:
-        first_row, num_rows = self._schedule.step_rows(step)
-        rows = sorted_rows.rows
-        tokens_per_source = np.bincount(
-            self._documents.find_sources(rows.document),
-            rows.length,
-            minlength=len(self._documents.sources),
-        )
-        return StepCounts(
-            rows=rows,
-            places=self._places,
-            num_rows=num_rows,
-            epoch=self._stream.find_epoch(first_row + num_rows - 1),
-            tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
-            documents_P2=self._list_pairs(sorted_rows),
-            imbalance=self._compute_imbalance(rows),
-        )
-
-    def _list_pairs(self, sorted_rows: _SortedRows) -> np.ndarray:
-        """Documents of each pair of a step: see `StepCounts.documents_P2`."""
-        if self._documents.per_record == 1:
-            return np.zeros((0, 2), np.int64)
-        numbers = sorted_rows.number_documents()
-        documents_P2 = np.full((numbers.max(initial=-1) // 2 + 1, 2), -1, np.int64)
-        documents_P2.reshape(-1)[numbers] = sorted_rows.rows.document
-        return documents_P2
 
     def list_segments(self, step: int) -> list[dict[str, Any]]:
         """Describes the segments of a step in the order of its rows: the same on every mesh.
-
-        Returns: as in `NonfiniteStep.documents`.
-        """
+        Returns: as in `NonfiniteStep.documents`."""
         first_row, num_rows = self._schedule.step_rows(step)
         segments = []
         for row_index in range(first_row, first_row + num_rows):
@@ -226,55 +204,56 @@ class BatchLoader:
         return segments
 
     def batches(self) -> Generator[tuple[Batch, StepCounts]]:
-        """Yields the steps in order; the next two are read while one is used.
-
-        Request the next batch when a step is dispatched and before its metrics are fetched. It is
-        then copied to the devices while the step runs. An exception in a read is raised here and
-        ends the iteration.
-        """
+        """Yields the steps in order; the next two are read while one is used. Request the next
+        batch when a step is dispatched and before its metrics are fetched. It is then copied to the
+        devices while the step runs. An exception in a read is raised here and ends the
+        iteration."""
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-        steps = iter(_StepDataset(self).to_iter_dataset(options))
+        steps = iter(
+            grain.MapDataset.range(self.num_steps).map(self.read_step).to_iter_dataset(options)
+        )
         with contextlib.closing(steps):
             for host_batch in steps:
                 arrays: dict[str, Any] = {
-                    name: self._put_on_devices(host_batch, name) for name in host_batch.blocks
+                    name: self._put_on_devices(self._specs[name], blocks)
+                    for name, blocks in host_batch.blocks.items()
                 }
                 if host_batch.pairs is not None:
-                    arrays["pairs"] = jax.tree.map(self._put_everywhere, host_batch.pairs)
+                    whole = NamedSharding(self._placement.mesh, PartitionSpec())
+                    arrays["pairs"] = jax.tree.map(
+                        lambda array, whole=whole: jax.make_array_from_callback(
+                            array.shape, whole, array.__getitem__
+                        ),
+                        host_batch.pairs,
+                    )
                 yield Batch(**arrays), host_batch.counts
 
-    def _put_on_devices(self, host_batch: HostBatch, name: str) -> jax.Array:
-        shape = self._shapes[self._specs[name]]
-        blocks = host_batch.blocks[name]
+    def _put_on_devices(
+        self, spec: PartitionSpec, blocks: Mapping[BlockSpan, np.ndarray]
+    ) -> jax.Array:
+        shape = self._shapes[spec]
+        sharding = NamedSharding(self._placement.mesh, spec)
         return jax.make_array_from_callback(
-            shape,
-            NamedSharding(self._placement.mesh, self._specs[name]),
-            lambda index: blocks[_to_span(index, shape)],
+            shape, sharding, lambda index: blocks[_to_span(index, shape)]
         )
 
-    def _put_everywhere(self, array: np.ndarray) -> jax.Array:
-        whole = NamedSharding(self._placement.mesh, PartitionSpec())
-        return jax.make_array_from_callback(array.shape, whole, array.__getitem__)
-
-    def _sort_rows(self, step: int) -> _SortedRows:
+    def _sort_rows(self, step: int) -> tuple[PackedRows, int]:
+        """Returns the rows of a step, those with the most attention work first and empty rows last;
+        and the number of consecutive rows that belong together."""
         first_row, num_rows = self._schedule.step_rows(step)
         rows = self._stream.rows(first_row, first_row + num_rows)
         # an evaluation scores documents one by one, and may have an odd number of rows
         block_rows = self._stream.block_rows if self._places.size % 2 == 0 else 1
         rows = rows.append_empty(num_rows + num_rows % block_rows)
-        work = count_attention_work(rows).reshape(-1, block_rows).sum(1)
-        blocks = np.argsort(-work, kind="stable")
+        work = balance.count_segment_pairs(rows.length, rows.row_starts)
+        blocks = np.argsort(-work.reshape(-1, block_rows).sum(1), kind="stable")
         rows = rows.select_rows((blocks[:, None] * block_rows + np.arange(block_rows)).ravel())
-        return _SortedRows(rows.append_empty(self._places.size), block_rows)
+        return rows.append_empty(self._places.size), block_rows
 
     def _compute_imbalance(self, rows: PackedRows) -> float:
+        layout = self._placement.layout
         work = balance.count_row_work(
-            rows.starts,
-            rows.length,
-            rows.row_of_segment,
-            num_rows=len(rows),
-            row_tokens=self._row_tokens,
-            layout=self._placement.layout,
+            rows.starts, rows.length, rows.row_starts, row_tokens=self._row_tokens, layout=layout
         )
         # of each microbatch, group and row of a group, on each device
         shape = (len(self._places), self._placement.num_groups, -1, *work.shape[1:])
@@ -284,13 +263,10 @@ class BatchLoader:
         )
 
     def _read_blocks(
-        self, spec: jax.sharding.PartitionSpec, read_part: Callable[[int, int, int], Any]
+        self, spec: PartitionSpec, read_part: Callable[[int, int, int], Mapping[str, Any]]
     ) -> dict[str, dict[BlockSpan, np.ndarray]]:
         """Blocks of the Batch fields that are sharded by `spec`.
-
-        Args:
-            read_part: reads the fields of the row in a place, from `begin` to `end`.
-        """
+        Args: read_part: reads the fields of the row in a place, from `begin` to `end`."""
         names = [name for name, name_spec in self._specs.items() if name_spec == spec]
         blocks: dict[str, dict[BlockSpan, np.ndarray]] = {name: {} for name in names}
         sharding = NamedSharding(self._placement.mesh, spec)
@@ -299,37 +275,12 @@ class BatchLoader:
         for span in dict.fromkeys(_to_span(index, shape) for index in indices):
             microbatches, slots, (begin, end) = span
             places = self._places[slice(*microbatches), slice(*slots)]
-            parts = [
-                [read_part(place, begin, end) for place in microbatch_places]
-                for microbatch_places in places.tolist()
-            ]
+            parts = [read_part(place, begin, end) for place in places.ravel().tolist()]
             for name in names:
-                attribute = name.split("_")[0]  # the Batch field without its dims
-                blocks[name][span] = np.array(
-                    [[getattr(part, attribute) for part in row_parts] for row_parts in parts]
-                )
+                field = name.split("_")[0]  # without its dims
+                values = np.array([part[field] for part in parts])
+                blocks[name][span] = values.reshape(*places.shape, -1)
         return blocks
-
-    def _read_slice(self, rows: PackedRows, place: int, begin: int, end: int) -> RowSlice:
-        row = rows.row(place)
-        spans = self._placement.layout.spans(begin, end, row_tokens=self._row_tokens)
-        return row_reader.concatenate_slices(
-            [self._documents.read_slice(row, *span) for span in spans]
-        )
-
-
-class _StepDataset(grain.MapDataset[HostBatch]):
-    """Adapter for grain's prefetch thread: element k is step k."""
-
-    def __init__(self, loader: BatchLoader):
-        super().__init__()
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return self._loader.num_steps
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._loader.read_step(index)
 
 
 def find_places(placement: RowPlacement) -> np.ndarray:
@@ -338,25 +289,14 @@ def find_places(placement: RowPlacement) -> np.ndarray:
     microbatches = num_microbatches(
         rows_per_step=placement.rows_per_step, global_microbatch_rows=num_slots
     )
-    groups = {
-        "num_groups": placement.num_groups,
-        "rows_per_microbatch": placement.rows_per_microbatch,
-    }
-    return np.array(
-        [
-            [step_row_index(microbatch, slot, **groups) for slot in range(num_slots)]
-            for microbatch in range(microbatches)
-        ]
+    return step_row_index(
+        np.arange(microbatches)[:, None],
+        np.arange(num_slots),
+        num_groups=placement.num_groups,
+        rows_per_microbatch=placement.rows_per_microbatch,
     )
 
 
 def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSpan:
     assert index is not None
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def count_attention_work(rows: PackedRows) -> np.ndarray:
-    """Attention work of each row, by which rows are sorted: the squared lengths of its segments."""
-    work = np.zeros(len(rows), np.int64)
-    np.add.at(work, rows.row_of_segment, rows.length.astype(np.int64) ** 2)
-    return work

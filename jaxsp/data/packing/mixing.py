@@ -129,10 +129,8 @@ def build_schedule(
     *, begin_row: int, rows_per_step: int, num_steps: int | None = None, end_row: int | None = None
 ) -> RowSchedule:
     """Builds a schedule of `num_steps` steps, or until the stream has come to its end.
-
     Args: begin_row, end_row: number of rows.
-    Raises: UserError for more steps than a schedule can have.
-    """
+    Raises: UserError for more steps than a schedule can have."""
     assert (num_steps is None) != (end_row is None), "either steps or rows limit a schedule"
     field = "run.steps" if end_row is None else "run.epochs"
     if end_row is None:

@@ -25,20 +25,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_PLAN_CACHE_SIZE = 4
-
 _NUM_PACKINGS = 4
 """Number of epochs that are packed anew. Later epochs reuse these packings in turn, with their rows
 in another order. So four packings are enough to count the rows of any number of epochs (1.6 s each
 for a million documents)."""
 
+_PLAN_CACHE_SIZE = 2 * _NUM_PACKINGS
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Documents, or parts of documents that are longer than a row.
-
-    Those of a packed row are in order from its first token.
-    """
+    """Documents, or parts of documents that are longer than a row. Those of a packed row are in
+    order from its first token."""
 
     document: np.ndarray
     offset: np.ndarray
@@ -54,17 +52,6 @@ class Segments:
         return Segments(
             document=self.document[chosen], offset=self.offset[chosen], length=self.length[chosen]
         )
-
-    def renumber(self, first_document: int) -> "Segments":
-        """Returns the segments with their documents counted from another number."""
-        return dataclasses.replace(self, document=self.document + first_document)
-
-
-def concatenate_segments(parts: Sequence[Segments]) -> Segments:
-    names = [field.name for field in dataclasses.fields(Segments)]
-    return Segments(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,15 +96,16 @@ def concatenate_rows(parts: Sequence[PackedRows]) -> PackedRows:
     if len(parts) == 1:
         return parts[0]
     num_segments = np.concatenate([np.diff(part.row_starts) for part in parts])
-    row_starts = np.concatenate([[0], np.cumsum(num_segments)])
-    return PackedRows(**vars(concatenate_segments(parts)), row_starts=row_starts)
+    arrays = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("document", "offset", "length")
+    }
+    return PackedRows(**arrays, row_starts=np.concatenate([[0], np.cumsum(num_segments)]))
 
 
 def split_documents(lengths: np.ndarray, row_tokens: int | None) -> Segments:
     """Splits documents into segments; only the last one of a document is shorter than a row.
-
-    Args: row_tokens: None if no document is split.
-    """
+    Args: row_tokens: None if no document is split."""
     if row_tokens is None:
         row_tokens = max(int(lengths.max(initial=0)), 1)
     num_segments = -(-lengths // row_tokens)
@@ -193,9 +181,7 @@ def permute_rows(random: np.random.Generator, num_rows: int, block_rows: int) ->
 
 class PackedEpochs:
     """Endless sequence of packed rows: epoch after epoch, each in a new order. Thread-safe.
-
-    Args: per_record: see `plan_rows`.
-    """
+    Args: per_record: see `plan_rows`."""
 
     def __init__(
         self,
@@ -215,7 +201,11 @@ class PackedEpochs:
         """Number of consecutive rows that belong together: 2 if pairs are split over two rows."""
 
         @functools.lru_cache(_PLAN_CACHE_SIZE)
-        def pack_epoch(epoch: int) -> PackedRows:
+        def plan_epoch(epoch: int) -> PackedRows:
+            if epoch >= _NUM_PACKINGS:
+                plan = plan_epoch(epoch % _NUM_PACKINGS)
+                random = np.random.default_rng((seed, epoch))
+                return plan.select_rows(permute_rows(random, len(plan), self.block_rows))
             return plan_rows(
                 segments,
                 row_tokens=row_tokens,
@@ -223,14 +213,6 @@ class PackedEpochs:
                 seed=(seed, epoch),
                 per_record=per_record,
             )
-
-        @functools.lru_cache(_PLAN_CACHE_SIZE)
-        def plan_epoch(epoch: int) -> PackedRows:
-            plan = pack_epoch(epoch % _NUM_PACKINGS)
-            if epoch < _NUM_PACKINGS:
-                return plan
-            random = np.random.default_rng((seed, epoch))
-            return plan.select_rows(permute_rows(random, len(plan), self.block_rows))
 
         self.plan_epoch = plan_epoch
         self.num_tokens = int(segments.length.sum())
@@ -279,9 +261,7 @@ def _best_fit(
     lengths: np.ndarray, row_tokens: int, max_segments: int, *, begun: Sequence[int] = ()
 ) -> np.ndarray:
     """Assigns each segment to the row with the least space that still fits it, or to a new row.
-
-    Args: begun: length of the segment that each of the first rows holds already.
-    """
+    Args: begun: length of the segment that each of the first rows holds already."""
     # Distinct sizes of free space, sorted: the search time does not grow with the number of rows
     spaces: list[int] = []
     rows_with_space: dict[int, list[int]] = {}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,8 +12,8 @@ from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.formats.records import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from jaxsp.data.ingest.token_stats import TokenStats
-from jaxsp.data.packing import document_selection, packing
-from jaxsp.data.packing.document_selection import Chunk, ChunkSegments, SourceCounts
+from jaxsp.data.packing import document_selection
+from jaxsp.data.packing.document_selection import Chunk
 from jaxsp.data.packing.packing import Segments
 
 if TYPE_CHECKING:
@@ -30,19 +29,6 @@ class RowSlice:
     positions: np.ndarray
     weights: np.ndarray | None = None
     """Weight of each label's loss, float32; None if the documents have no weights."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SegmentSlots:
-    """Starts and lengths of a row's segments; unused slots are (0, 0).
-
-    Shapes: [max_segments], int32.
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    documents: np.ndarray
-    """Number in the step of each segment's document; -1 in unused slots, and without pairs."""
 
 
 class Documents:
@@ -77,7 +63,6 @@ class Documents:
         stats: Sequence[TokenStats] | None = None,
         has_scores: bool = False,
     ):
-        source_names = source_names or [str(number) for number in range(len(tokenized))]
         self._max_id = np.iinfo(np.int32).max
         """Highest id of all tokens and labels, if it is known."""
         if stats is not None:
@@ -88,44 +73,37 @@ class Documents:
         self.per_record = document_selection.count_documents_per_record(tokenized[0])
         """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
         self._chunks: list[Chunk] = []
-        self._chunk_origins: list[tuple[int, int]] = []
-        """For each chunk: index of its dataset, and of its first record in the dataset."""
-        self.sources: tuple[SourceCounts, ...] = ()
-        chosen: list[ChunkSegments] = []
-        all_stats: Sequence[TokenStats | None] = stats or [None] * len(tokenized)
-        sources = zip(source_names, tokenized, all_stats, strict=True)
-        for number, (name, dataset, dataset_stats) in enumerate(sources):
-            chunks = document_selection.read_chunks(dataset, dataset_stats)
-            stored = np.concatenate([chunk.lengths for chunk in chunks])
-            is_in_split = np.ones(len(stored), bool)
-            if held_out is not None:
-                is_in_split = np.repeat(held_out[number] == use_held_out, self.per_record)
-            options = (row_tokens, long_documents)
-            usable = document_selection.choose_lengths(stored, *options, self.per_record)
-            used = np.where(is_in_split, usable, 0)
-            ends = np.cumsum([len(chunk.lengths) for chunk in chunks])
-            selected = [
-                document_selection.select_segments(chunk, chunk_used, row_tokens)
-                for chunk, chunk_used in zip(chunks, np.split(used, ends[:-1]), strict=True)
-            ]
-            chosen += selected
+        for number, dataset in enumerate(tokenized):
+            chunks = document_selection.read_chunks(dataset, stats[number] if stats else None)
+            lengths = np.concatenate([chunk.lengths for chunk in chunks])
+            _check_lengths(dataset, lengths, row_tokens, long_documents)
             self._chunks += chunks
-            sizes = [len(chunk.lengths) // self.per_record for chunk in chunks]
-            self._chunk_origins += [(number, first) for first in _find_firsts(sizes)]
-            _check_lengths(dataset, stored, *options)
-            counts = document_selection.count_source(
-                name,
-                dataset,
-                chunks,
-                selected,
-                used=used,
-                is_in_split=is_in_split,
-                row_tokens=row_tokens,
-                count_held_out=not use_held_out,
-            )
-            self.sources += (counts,)
-        self._join_sources(chosen)
+        stored = np.concatenate([chunk.lengths for chunk in self._chunks])
+        is_in_split = np.ones(len(stored), bool)
+        if held_out is not None:
+            is_in_split = np.repeat(np.concatenate(held_out) == use_held_out, self.per_record)
+        used = stored * is_in_split
+        if row_tokens is not None and long_documents == "truncate":
+            used = np.minimum(used, row_tokens)
+        if row_tokens is not None and long_documents == "drop":  # a pair is used as a whole
+            is_long = (stored.reshape(-1, self.per_record) > row_tokens).any(1)
+            used *= ~np.repeat(is_long, self.per_record)
+        is_kept, self.segments, self.sources = document_selection.select_documents(
+            source_names or [str(number) for number in range(len(tokenized))],
+            tokenized,
+            self._chunks,
+            used=used,
+            is_in_split=is_in_split,
+            row_tokens=row_tokens,
+            count_held_out=not use_held_out,
+        )
+        self._stored_index = np.flatnonzero(is_kept)
+        """Index among the stored documents of each document."""
+        self.lengths = used[is_kept].astype(np.int64)
+        """Number of tokens of each document, up to which it has segments."""
         self.long_documents = long_documents
+        self._record_ends = np.cumsum([len(dataset) for dataset in tokenized])
+        self._chunk_ends = np.cumsum([len(chunk.lengths) for chunk in self._chunks])
         self.is_desirable = self._read_column(IS_DESIRABLE)
         """Label of each pair's record; None if the records have none."""
         self.references = self._read_references()
@@ -135,39 +113,19 @@ class Documents:
         """True if the records have the log-probabilities of the reference model."""
         self._check_documents(row_tokens, long_documents)
 
-    def _join_sources(self, chosen: Sequence[ChunkSegments]) -> None:
-        """Numbers the documents of all chunks."""
-        self.lengths = np.concatenate([each.lengths for each in chosen]).astype(np.int64)
-        """Number of tokens of each document, up to which it has segments."""
-        sizes = [len(each.lengths) for each in chosen]
-        renumbered = map(lambda each, first: each.kept.renumber(first), chosen, _find_firsts(sizes))
-        self.segments = packing.concatenate_segments([*renumbered])
-        """Segments to pack, in order."""
-        self._chunk_of_document = np.repeat(np.arange(len(chosen), dtype=np.int32), sizes)
-        self._index_in_chunk = np.concatenate([each.indices for each in chosen])
-        self._source_ends = np.cumsum([counts.num_documents for counts in self.sources])
-
     def _read_column(self, name: str) -> np.ndarray | None:
         """Value of each pair's record in a column; None if the tokenized records do not have it."""
         if not all(name in dataset.column_names for dataset in self._tokenized):
             return None
-        columns = [dataset.data.column(name).to_numpy() for dataset in self._tokenized]
-        values = []
-        for chunk, (number, first_record) in enumerate(self._chunk_origins):
-            indices = self._index_in_chunk[self._chunk_of_document == chunk]
-            values.append(columns[number][first_record + indices[::2] // 2])
-        return np.concatenate(values)
+        values = [dataset.data.column(name).to_numpy() for dataset in self._tokenized]
+        return np.concatenate(values)[self._stored_index[::2] // 2]
 
     def _read_references(self) -> np.ndarray | None:
         """Log-probabilities of the reference model that the records have: all, or none."""
-        columns = [
-            values
-            for name in (FIRST_REFERENCE, SECOND_REFERENCE)
-            if (values := self._read_column(name)) is not None
-        ]
-        if not columns:
+        first, second = map(self._read_column, (FIRST_REFERENCE, SECOND_REFERENCE))
+        if first is None or second is None:
             return None
-        references = np.stack(columns, axis=1).ravel()
+        references = np.stack([first, second], axis=1).ravel()
         is_known = np.isfinite(references)
         if not is_known.any():
             return None
@@ -214,26 +172,23 @@ class Documents:
         return sum(counts.num_loss_tokens for counts in self.sources)
 
     def find_sources(self, documents: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self._source_ends, documents, side="right")
+        records = self._stored_index[documents] // self.per_record
+        return np.searchsorted(self._record_ends, records, side="right")
 
     def find_origin(self, document: int) -> dict[str, Any]:
-        """Returns the source of a document, and index and location of its record there.
-
-        Records that are left out are counted.
-        """
-        number, first_record = self._chunk_origins[self._chunk_of_document[document]]
-        record = first_record + int(self._index_in_chunk[document]) // self.per_record
+        """Returns the source of a document, and index and location of its record there. Records
+        that are left out are counted."""
+        number = int(self.find_sources(np.array(document)))
+        record = int(self._stored_index[document]) // self.per_record
+        record -= int(self._record_ends[number]) - len(self._tokenized[number])
         location = self._tokenized[number][record]["place"]
         source = self.sources[number].name
         return {"source": source, "record_index": record, "location": location}
 
     def read_slice(self, row: Segments, begin: int, end: int) -> RowSlice:
-        """Returns the tokens `begin` to `end` of a row.
-
-        Labels and positions are those of the whole document: a token before a cut has its label,
-        and positions continue after the cut. After the last segment is padding: token 0, label
-        -100, position 0.
-        """
+        """Returns the tokens `begin` to `end` of a row. Labels and positions are those of the whole
+        document: a token before a cut has its label, and positions continue after the cut. After
+        the last segment is padding: token 0, label -100, position 0."""
         part = RowSlice(
             tokens=np.zeros(end - begin, np.int32),
             labels=np.full(end - begin, NO_LABEL, np.int32),
@@ -255,9 +210,10 @@ class Documents:
         num_labels = np.minimum(self.lengths[document] - 1 - first_token, num_tokens)
         # Arithmetic is vectorized over the segments: a row of 468 takes 2 ms instead of 3.3 (2
         # cores, both busy).
+        stored = self._stored_index[document]
         segments = zip(
-            self._chunk_of_document[document].tolist(),
-            self._index_in_chunk[document].tolist(),
+            np.searchsorted(self._chunk_ends, stored, side="right").tolist(),
+            stored.tolist(),
             first_token.tolist(),
             (left - begin).tolist(),
             num_tokens.tolist(),
@@ -266,7 +222,7 @@ class Documents:
         )
         for chunk_number, index, skipped, at, count, label_count in segments:
             chunk = self._chunks[chunk_number]
-            start = int(chunk.starts[index]) + skipped
+            start = int(chunk.starts[index - self._chunk_ends[chunk_number]]) + skipped
             part.tokens[at : at + count] = chunk.tokens.read(start, start + count)
             first = start + 1
             end = first + label_count
@@ -277,20 +233,14 @@ class Documents:
             part.labels[:] = NO_LABEL
             last = left - begin + self.lengths[document] - 1 - first_token
             part.labels[last[last < left - begin + num_tokens]] = 0
-        self._check_ids(part)
-        return part
-
-    def _check_ids(self, part: RowSlice) -> None:
-        """Checks ids after their checksums: training on an id out of range corrupts weights.
-
-        It takes 1 % of the time of `read_slice`. Raises: NeedsAttentionError.
-        """
+        # Training on an id out of range corrupts weights. The check takes 1 % of the time.
         for ids, lowest in ((part.tokens, 0), (part.labels, NO_LABEL)):
             if len(ids) and not lowest <= ids.min() <= ids.max() <= self._max_id:
                 raise NeedsAttentionError(
                     f"data: a row has ids from {ids.min()} to {ids.max()}, but the highest id in "
                     f"the documents is {self._max_id}: this machine's memory may be faulty."
                 )
+        return part
 
 
 def concatenate_slices(slices: Sequence[RowSlice]) -> RowSlice:
@@ -304,33 +254,25 @@ def concatenate_slices(slices: Sequence[RowSlice]) -> RowSlice:
 
 def make_slots(
     row: Segments, max_segments: int, documents: np.ndarray | Sequence[int] = ()
-) -> SegmentSlots:
-    """Returns the row's segments, padded to `max_segments`.
-
+) -> dict[str, np.ndarray]:
+    """Returns the starts, lengths and documents of a row's segments; unused slots are 0, 0 and -1.
     Args: documents: number in the step of each segment's document; empty without pairs.
-    """
+    Shapes: [max_segments], int32."""
     padding = (0, max_segments - len(row.length))
-    return SegmentSlots(
-        documents=np.pad(
-            np.asarray(documents, np.int32), (0, max_segments - len(documents)), constant_values=-1
-        ),
-        starts=np.pad(row.starts, padding).astype(np.int32),
-        lengths=np.pad(row.length, padding).astype(np.int32),
-    )
-
-
-def _find_firsts(sizes: Sequence[int]) -> list[int]:
-    """Index of the first element of each of several sequences, if they follow each other."""
-    return list(itertools.accumulate(sizes, initial=0))[:-1]
+    numbers = np.full(max_segments, -1, np.int32)
+    numbers[: len(documents)] = documents
+    return {
+        "starts": np.pad(row.starts, padding).astype(np.int32),
+        "lengths": np.pad(row.length, padding).astype(np.int32),
+        "documents": numbers,
+    }
 
 
 def _check_lengths(
     dataset: "datasets.Dataset", lengths: np.ndarray, row_tokens: int | None, long_documents: str
 ) -> None:
-    """Checks that no document is longer than a row, unless it may be split.
-
-    The documents of a pair are not split, because attention would not see the whole of them.
-    """
+    """Checks that no document is longer than a row, unless it may be split. The documents of a pair
+    are not split, because attention would not see the whole of them."""
     per_record = document_selection.count_documents_per_record(dataset)
     may_be_long = ("truncate", "drop") if per_record == 2 else ("split", "truncate", "drop")
     if row_tokens is None or long_documents in may_be_long:

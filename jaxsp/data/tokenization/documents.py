@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import transformers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncodedDocument:
+class EncodedDocument(NamedTuple):
     """A document of a record."""
 
     rendered: RenderedRecord
@@ -60,9 +59,7 @@ def resolve_options(
     source: Source, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
 ) -> TokenizeOptions:
     """Returns the options for a source.
-
-    Raises: UserError if it needs a chat template, and there is none.
-    """
+    Raises: UserError if it needs a chat template, and there is none."""
     template = None
     is_set = data.chat_template is not None or data.chat_template_date is not None
     if source.needs_template or is_set or data.chat_template_kwargs:
@@ -93,25 +90,20 @@ def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[Enc
     encoder = TextEncoder(options.chat.tokenizer)
     encodings = iter(encoder.tokenize([*itertools.chain.from_iterable(rendered.values())]))
     for index, documents in rendered.items():
-        pairs = zip(documents, [*itertools.islice(encodings, len(documents))], strict=True)
+        pairs = [*zip(documents, itertools.islice(encodings, len(documents)), strict=True)]
         try:
-            encoded[index] = _encode_record(pairs, encoder, options.source)
+            encoded_documents = []
+            for document, encoding in pairs:
+                with chat.at_document(document.name):
+                    encoded_documents.append(
+                        EncodedDocument(document, *encoder.encode(document, encoding))
+                    )
+            if options.source.has_common_loss_start:
+                _align_loss_starts(encoded_documents)
+            encoded[index] = tuple(encoded_documents)
         except UserError as error:
             encoded[index] = str(error)
     return encoded
-
-
-def _encode_record(
-    rendered: Iterable[tuple[RenderedRecord, Any]], encoder: TextEncoder, source: Source
-) -> tuple[EncodedDocument, ...]:
-    documents = []
-    for document, encoding in rendered:
-        with chat.at_document(document.name):
-            tokens, labels = encoder.encode(document, encoding)
-        documents.append(EncodedDocument(rendered=document, tokens=tokens, labels=labels))
-    if source.has_common_loss_start:
-        _align_loss_starts(documents)
-    return tuple(documents)
 
 
 def _align_loss_starts(documents: list[EncodedDocument]) -> None:
@@ -124,14 +116,13 @@ def _align_loss_starts(documents: list[EncodedDocument]) -> None:
         because the prompt has another one when nothing follows.
     """
     first, second = documents
-    assert first.labels is not None, "only completions have a loss"
-    assert second.labels is not None, "only completions have a loss"
     shorter = min(len(first.tokens), len(second.tokens))
     differs = np.append(first.tokens[:shorter] != second.tokens[:shorter], True)
-    starts = [int((labels != NO_LABEL).argmax()) for labels in (first.labels, second.labels)]
-    start = min(*starts, int(differs.argmax()))
-    first.labels[start : starts[0]] = first.tokens[start : starts[0]]
-    second.labels[start : starts[1]] = second.tokens[start : starts[1]]
+    starts = [int(np.argmax(each.labels != NO_LABEL)) for each in documents]
+    begin = min(*starts, int(differs.argmax()))
+    for document, start in zip(documents, starts, strict=True):
+        assert document.labels is not None, "only completions have a loss"
+        document.labels[begin:start] = document.tokens[begin:start]
 
 
 _MAX_SEARCHED = 10_000
@@ -168,18 +159,17 @@ def encode_examples(
     if source.needs_tokenizer:
         assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
         options = resolve_options(source, data=data, tokenizer=tokenizer)
-    num_examples = 0
     seen: set[str] = set()
+    num_examples = 0
     for index, entry in enumerate(dataset):
-        if num_examples == num_records:
-            break
-        if num_examples and num_records is None and index >= _MAX_SEARCHED:
+        is_done = num_examples and num_records is None
+        if num_examples == num_records or (is_done and index >= _MAX_SEARCHED):
             break
         if entry["problem"] is not None:
             continue
         kinds = list_kinds(json.loads(entry["record"])) if source.is_chat else []
         kinds = [kind for kind in kinds if kind not in seen]
-        if num_examples and num_records is None and not kinds:
+        if is_done and not kinds:
             if source.is_chat:
                 continue
             break
@@ -189,23 +179,23 @@ def encode_examples(
         else:
             labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
             tokens = np.asarray(entry["input_ids"], np.int32)
-            rendered = RenderedRecord(text="")
-            encoded = (EncodedDocument(rendered=rendered, tokens=tokens, labels=labels),)
+            encoded = (EncodedDocument(RenderedRecord(text=""), tokens, labels),)
         if isinstance(encoded, str):
             if data.on_bad_record == "skip":
                 continue
             raise UserError(
                 f"{entry['place']}: {encoded} Correct it, or leave it out: data.on_bad_record=skip."
             )
-        if len(encoded[0].tokens):
-            num_examples += 1
-            seen.update(kinds)
-            for document in encoded:
-                name = document.rendered.name
-                if name == "completion":
-                    name += " (desirable)" if entry[IS_DESIRABLE] else " (undesirable)"
-                place = f"{entry['place']}: {name}" if name else entry["place"]
-                yield Example(place, document.tokens, document.labels, kinds)
+        if not len(encoded[0].tokens):
+            continue
+        num_examples += 1
+        seen.update(kinds)
+        for rendered, tokens, labels in encoded:
+            name = rendered.name
+            if name == "completion":
+                name += " (desirable)" if entry[IS_DESIRABLE] else " (undesirable)"
+            place = f"{entry['place']}: {name}" if name else entry["place"]
+            yield Example(place, tokens, labels, kinds)
     if not num_examples:
         raise UserError("no record has a token. Give at least one that has.")
 

@@ -60,10 +60,8 @@ class TextEncoder:
         self, document: RenderedRecord, encoding: Any
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns token ids and labels (int32, not shifted; None: every token has loss).
-
-        Args:   encoding: what `tokenize` returned for the document.
-        Raises: UserError if the tokenizer fails, or a label would be uncertain.
-        """
+        Args: encoding: what `tokenize` returned for the document.
+        Raises: UserError if the tokenizer fails, or a label would be uncertain."""
         if encoding is None:
             has_labels = document.loss_spans is not None
             (encoding,) = self._tokenize([document.text], has_labels=has_labels)
@@ -72,14 +70,20 @@ class TextEncoder:
         tokens = np.fromiter(ids, np.int32, len(ids))
         if document.loss_spans is None:
             return tokens, None
-        return tokens, _make_labels(tokens, encoding, document, offset=num_before)
+        labels = np.full_like(tokens, NO_LABEL)
+        for start, end in document.loss_spans:
+            first, last = _find_tokens(encoding, start, end, document)
+            # the completion of a plain text includes the end token
+            span = slice(num_before + first, None if document.is_plain else num_before + last)
+            labels[span] = tokens[span]
+        if (labels == NO_LABEL).all():
+            raise UserError("has no token with loss.")
+        return tokens, labels
 
     def encode_prompt(self, text: str, *, is_plain: bool) -> list[int]:
         """Returns the tokens of a text that a model continues, without an end token.
-
-        Args:   is_plain: False for a rendered chat, which has its special tokens.
-        Raises: UserError if the tokenizer fails.
-        """
+        Args: is_plain: False for a rendered chat, which has its special tokens.
+        Raises: UserError if the tokenizer fails."""
         with at("prompt"):
             (encoding,) = self._tokenize([text], has_labels=False)
         ids = encoding if isinstance(encoding, list) else encoding.ids
@@ -88,10 +92,8 @@ class TextEncoder:
 
     def _tokenize(self, texts: list[str], *, has_labels: bool) -> list[Any]:
         """Returns the ids of texts, or encodings with them; with offsets if they have labels.
-
         Raises: UserError if the tokenizer fails: a word-level tokenizer without an unknown token
-            refuses words that it does not have.
-        """
+        refuses words that it does not have."""
         tokenizer = self._tokenizer
         is_fast = _is_fast(tokenizer)
         if has_labels and not is_fast:
@@ -128,42 +130,20 @@ class TextEncoder:
         """Adds tokens around the ids of a text; returns the number of those before it."""
         if not ids:
             return 0
-        if not self._is_ended(ids, text):
+        is_ended = ids[len(ids) - len(self._after) :] == self._after
+        if not is_ended and self._end_text is not None:
+            # or ends with the text of an end token, and at most white space after it
+            tail = text.rpartition(self._end_text)[2]
+            # this text may be ordinary tokens; white space has at most one for each byte
+            num_last = len(tail.encode()) + 1
+            is_ended = not tail.strip() and self._after[-1] in ids[-num_last:]
+        if not is_ended:
             ids += self._after
         num_before = len(self._before)
         if ids[:num_before] == self._before:
             return 0
         ids[:0] = self._before
         return num_before
-
-    def _is_ended(self, ids: list[int], text: str) -> bool:
-        """True if the text ends with an end token, and at most white space after it."""
-        if ids[len(ids) - len(self._after) :] == self._after:
-            return True
-        if self._end_text is None:
-            return False
-        tail = text.rpartition(self._end_text)[2]
-        # the text of an end token may be ordinary tokens; white space has at most one for each byte
-        num_last = len(tail.encode()) + 1
-        return not tail.strip() and self._after[-1] in ids[-num_last:]
-
-
-def _make_labels(
-    tokens: np.ndarray, encoding: Any, record: RenderedRecord, *, offset: int
-) -> np.ndarray:
-    """Returns the tokens of a record's spans, and no label elsewhere.
-
-    Args: offset: index in `tokens` of the first token of `encoding`.
-    """
-    labels = np.full_like(tokens, NO_LABEL)
-    for start, end in record.loss_spans or ():
-        first, last = _find_tokens(encoding, start, end, record)
-        # the completion of a plain text includes the end token
-        span = slice(offset + first, None if record.is_plain else offset + last)
-        labels[span] = tokens[span]
-    if (labels == NO_LABEL).all():
-        raise UserError("has no token with loss.")
-    return labels
 
 
 def _find_tokens(encoding: Any, start: int, end: int, record: RenderedRecord) -> tuple[int, int]:

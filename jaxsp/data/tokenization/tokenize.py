@@ -1,10 +1,9 @@
 """Tokenizes records once, and caches the result on disk under a fingerprint of all its inputs."""
 
-import dataclasses
 import functools
 import importlib.metadata
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import datasets
     import transformers
 
-_CACHE_VERSION = 7
+_CACHE_VERSION = 8
 """Part of the cache's name. Increase it when the same record would give other tokens."""
 
 _BATCH_BYTES = 2**22
@@ -30,16 +29,13 @@ _BATCH_BYTES = 2**22
 size in memory while it is tokenized."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizedSource:
+class TokenizedSource(NamedTuple):
     """Tokenized documents of a source."""
 
     dataset: "datasets.Dataset"
     """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss; of chats also
-    BARE_ANSWERS. A record with a problem has no tokens.
-
-    A record of two documents has their tokens one after the other, and the columns FIRST_TOKENS and
-    Source.values."""
+    BARE_ANSWERS. A record with a problem has no tokens. A record of two documents has their tokens
+    one after the other, and the columns FIRST_TOKENS and Source.values."""
     stats: TokenStats
 
 
@@ -54,13 +50,9 @@ def tokenize_dataset(
     vocab_suggestion: str = "Use the model's own tokenizer.",
 ) -> TokenizedSource:
     """Tokenizes the records of `sources.read`; labels are not shifted.
-
     Args: vocab_suggestion: what to do about a token id that is not below `vocab_size`.
-    Raises:
-        UserError: bad records, unless `data` skips them; a token id without an embedding in the
-            model; no chat template.
-        DamagedCacheError: the cached records are damaged, and must be read again.
-    """
+    Raises: UserError for bad records, unless `data` skips them, for an id without an embedding, and
+    without a chat template; DamagedCacheError if the cached records must be read again."""
     import datasets
 
     key: tuple[Any, ...] = (_CACHE_VERSION, dataset._fingerprint)
@@ -72,14 +64,7 @@ def tokenize_dataset(
     fingerprint = datasets.fingerprint.Hasher.hash(key)
     make = None
     if options is not None:
-        make = functools.partial(
-            _map_dataset,
-            dataset,
-            options,
-            max_workers=data.num_workers,
-            fingerprint=fingerprint,
-            title=source.source,
-        )
+        make = functools.partial(_map_dataset, dataset, options, data.num_workers, fingerprint)
     tokenized, stats = token_stats.open_or_make(dataset, fingerprint, make)
     record_cache.check_bad_records(tokenized, data=data)
     for column, extremes in stats.extreme_ids.items():
@@ -94,26 +79,19 @@ def tokenize_dataset(
 
 
 def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
-    versions = [
-        importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")
-    ]
     chat = options.chat
     chat_options: tuple[Any, ...] = ()
     if options.source.is_chat:
         # the same for a run that keeps the config's template as its tokenizer's own
         template = chat.template or chat.tokenizer.chat_template
         chat_options = (template, chat.earlier_reasoning, chat.date)
+    versions = [*map(importlib.metadata.version, ("transformers", "tokenizers", "jinja2"))]
     files = tokenizers.serialize_files(chat.tokenizer)
     return (options.source.format, chat.has_full_loss, chat_options, versions, files)
 
 
 def _map_dataset(
-    dataset: "datasets.Dataset",
-    options: TokenizeOptions,
-    *,
-    max_workers: int | None,
-    fingerprint: str,
-    title: str,
+    dataset: "datasets.Dataset", options: TokenizeOptions, max_workers: int | None, fingerprint: str
 ) -> "datasets.Dataset":
     """Tokenizes a dataset, in worker processes if it is large."""
     import datasets
@@ -145,7 +123,7 @@ def _map_dataset(
             features=datasets.Features(types),
             num_proc=num_workers if num_workers > 1 else None,  # None: in this process
             new_fingerprint=fingerprint,
-            desc=f"Tokenizing {title}",
+            desc=f"Tokenizing {options.source.source}",
         )
     except RuntimeError as error:
         if num_workers == 1 or "abruptly died" not in str(error):

@@ -51,10 +51,8 @@ _TEKKEN_SPLIT = (
 
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     """Creates a tokenizer without files: token ids are byte values, and 256 ends a document.
-
-    Source: byte-level BPE (GPT-2) without merges. Its alphabet has a printable character for
-        each byte.
-    """
+    Source: byte-level BPE (GPT-2) without merges. Its alphabet has a printable character for each
+    byte."""
     import tokenizers
     import transformers
     from tokenizers import decoders, models, pre_tokenizers
@@ -111,9 +109,7 @@ def load(name: str) -> "transformers.PreTrainedTokenizerBase":
 @contextlib.contextmanager
 def convert_panics() -> Iterator[None]:
     """Raises RuntimeError for a panic of a Rust library, which `except Exception` would not catch.
-
-    Its class is not public.
-    """
+    Its class is not public."""
     try:
         yield
     except BaseException as error:
@@ -137,11 +133,7 @@ def _load_as_in_file(
     tokenizer: "transformers.PreTrainedTokenizerBase", name: str
 ) -> tuple["transformers.PreTrainedTokenizerBase", list[str]]:
     """Returns the tokenizer that tokenizer.json defines, and notes for the user.
-
-    Args:
-        tokenizer: what AutoTokenizer loaded; returned if there is no tokenizer.json.
-        name: the folder or hub name that it was loaded from.
-    """
+    Args: tokenizer: AutoTokenizer's for this name; returned if there is no tokenizer.json."""
     notes = []
     from_file = _load_file(tokenizer, name)
     if from_file is not None:
@@ -152,8 +144,7 @@ def _load_as_in_file(
                 f"transformers.PreTrainedTokenizerFast.from_pretrained({name!r})."
             )
         tokenizer = from_file
-    if _has_wrong_split(getattr(tokenizer, "backend_tokenizer", None)):
-        _correct_split(tokenizer.backend_tokenizer)
+    if _correct_split(getattr(tokenizer, "backend_tokenizer", None)):
         notes.append(
             f"{name}: its tokenizer.json splits text by another pattern than Mistral's tokenizers "
             "do. jaxsp uses Mistral's, like transformers with fix_mistral_regex=True; so does the "
@@ -169,8 +160,7 @@ def correct_file(directory: pathlib.Path) -> None:
     path = directory / _FILE
     if path.is_file():
         backend = tokenizers.Tokenizer.from_file(str(path))
-        if _has_wrong_split(backend):
-            _correct_split(backend)
+        if _correct_split(backend):
             backend.save(str(path))
 
 
@@ -178,9 +168,7 @@ def _load_file(
     tokenizer: "transformers.PreTrainedTokenizerBase", name: str
 ) -> "transformers.PreTrainedTokenizerFast | None":
     """Loads a tokenizer from tokenizer.json; None if `tokenizer` was, or there is no such file.
-
-    Special tokens that only the class of `tokenizer` names are kept if the file has them.
-    """
+    Special tokens that only the class of `tokenizer` names are kept if the file has them."""
     import transformers
     from transformers.utils import hub
 
@@ -206,17 +194,16 @@ def _load_file(
     return fast.from_pretrained(name, **missing) if missing else from_file
 
 
-def _has_wrong_split(backend: "tokenizers.Tokenizer | None") -> bool:
-    """True for a vocabulary of Mistral's whose text is split as Llama 3's."""
-    if backend is None or backend.token_to_id(_TEKKEN_TOKEN) is None or not backend.pre_tokenizer:
-        return False
-    splits = json.loads(backend.pre_tokenizer.__getstate__()).get("pretokenizers") or [{}]
-    return splits[0].get("pattern") == {"Regex": _LLAMA_SPLIT}
-
-
-def _correct_split(backend: "tokenizers.Tokenizer") -> None:
+def _correct_split(backend: "tokenizers.Tokenizer | None") -> bool:
+    """Corrects a vocabulary of Mistral's whose text is split as Llama 3's; True if it was one."""
     import tokenizers
     from tokenizers import pre_tokenizers
 
-    steps: Any = backend.pre_tokenizer  # a sequence
+    if backend is None or backend.token_to_id(_TEKKEN_TOKEN) is None or not backend.pre_tokenizer:
+        return False
+    steps: Any = backend.pre_tokenizer
+    splits = json.loads(steps.__getstate__()).get("pretokenizers") or [{}]
+    if splits[0].get("pattern") != {"Regex": _LLAMA_SPLIT}:
+        return False
     steps[0] = pre_tokenizers.Split(tokenizers.Regex(_TEKKEN_SPLIT), behavior="isolated")
+    return True

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import io
-import itertools
 import json
 import time
 
@@ -13,7 +12,7 @@ import pytest
 from pyarrow import feather, parquet
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import columnar, json_records, source_files
+from jaxsp.data.ingest import columnar, source_files
 from tests.messages import assert_names
 
 
@@ -109,7 +108,6 @@ def read(path, columns=select_text):
 @pytest.mark.parametrize("size", [1, 100, 2**20])
 def test_every_file_type_gives_every_record(tmp_path, monkeypatch, name, codec, size):
     monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
-    monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     monkeypatch.setattr(columnar, "_BATCH_BYTES", size)
     path = tmp_path / (name + {None: "", "gzip": ".gz", "zstd": ".ZST"}[codec])
     path.write_bytes(compressed(CONTENT[name], codec))
@@ -210,7 +208,6 @@ def test_an_error_names_the_last_record_before_the_damage(
     size,
 ):
     monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
-    monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as caught:
         read(name)
@@ -280,7 +277,6 @@ def test_an_unreadable_record_counts_and_has_a_problem(
     tmp_path, monkeypatch, name, content, count, bad, size
 ):
     monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
-    monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_bytes(content)
     records = read(name)
     assert len(records) == count
@@ -347,30 +343,6 @@ def test_maps_in_tables_become_pairs(tmp_path, write, kind, value):
     (name,) = (path.name for path in tmp_path.iterdir())
     records = [record for _, record, _ in read(name)]
     assert records == [{"text": "x", "note": value}, {"text": "y", "note": None}]
-
-
-def test_a_long_record_of_an_array_is_parsed_a_few_times_not_once_per_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_records, "_CHUNK_BYTES", 10)
-    raw_decode = json_records._Decoder.raw_decode
-    parsed = []
-
-    def count(decoder, text, start):
-        parsed.append(len(text))
-        return raw_decode(decoder, text, start)
-
-    monkeypatch.setattr(json_records._Decoder, "raw_decode", count)
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 10_000}]))
-    assert len(read("a.json")) == 1
-    assert 2 < len(parsed) < 20
-
-
-def test_records_of_an_array_are_read_before_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_records, "_CHUNK_BYTES", 1000)
-    (tmp_path / "a.json").write_bytes(CONTENT["array.json"][:-5000])  # never reached
-    assert [
-        record
-        for _, record, _ in itertools.islice(source_files.read_file("a.json", select_text), 50)
-    ] == RECORDS[:50]
 
 
 def test_files_of_the_gzip_module_are_read(tmp_path):

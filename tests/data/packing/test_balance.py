@@ -21,12 +21,11 @@ LAYOUTS = [
 
 def count(rows, layout):
     places = np.array([place for row in rows for place in row], np.int32).reshape(-1, 2)
-    row_of_segment = [number for number, row in enumerate(rows) for _ in row]
+    row_starts = np.cumsum([0, *map(len, rows)])
     return balance.count_row_work(
         places[:, 0],
         places[:, 1],
-        np.array(row_of_segment, int),
-        num_rows=len(rows),
+        row_starts,
         row_tokens=96,
         layout=layout,
     )

@@ -43,9 +43,7 @@ def data_of(sources, config, weights=None, **fields):
         first += sum(lengths)
     names = [chr(ord("a") + number) for number in range(len(sources))]
     documents = Documents(sets, source_names=names, row_tokens=config.data.row_tokens, **fields)
-    return dataset.pack_documents(
-        "train", documents, **config.step.packing, digests=names, source_weights=weights
-    )
+    return test_loader.pack(documents, config, digests=names, source_weights=weights)
 
 
 def lengths_of(count, most, seed=0):
@@ -53,12 +51,7 @@ def lengths_of(count, most, seed=0):
 
 
 def steps_of(data, config, mesh=(1, 2, 4), **how):
-    return list(
-        data.make_loader(
-            data.make_schedule(config.batch.rows_per_step, **how),
-            test_loader.rows_on(config, *mesh),
-        ).batches()
-    )
+    return list(test_loader.load(data, config, mesh, **how).batches())
 
 
 def taken(steps):
@@ -203,7 +196,7 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
     (source,) = documents.sources
     assert {name: getattr(source, name) for name in counts} == counts
     assert min(counts.values()) > 0 or what != "split"
-    data = dataset.pack_documents("train", documents, **config.step.packing, digests=["a"])
+    data = test_loader.pack(documents, config)
     assert source.num_tokens == sum(length for *_, length in expected)
     steps = steps_of(data, config, epochs=1)
     assert sum(int(each.segment_lengths.sum()) for _, each in steps) == source.num_tokens
@@ -262,10 +255,7 @@ def test_rows_of_similar_work_are_side_by_side():
     for given, counts in steps:
         work = np.sort((np.asarray(given.lengths_BM).astype(int) ** 2).sum(-1), axis=1)
         assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
-    feed = data.make_loader(
-        data.make_schedule(config.batch.rows_per_step, epochs=1),
-        test_loader.rows_on(config, 1, 8, 1),
-    )
+    feed = test_loader.load(data, config, (1, 8, 1), epochs=1)
     unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
     assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
     assert feed.num_steps == len(steps)
@@ -421,9 +411,7 @@ def test_skipped_records_are_named(tmp_path):
         read, source=source, data=config.data, tokenizer=None, vocab_size=9
     )
     documents = Documents([new_tokenizer.dataset], source_names=["a"], row_tokens=32)
-    data = dataset.pack_documents(
-        "train", documents, **config.step.packing, digests=[new_tokenizer.stats.digest]
-    )
+    data = test_loader.pack(documents, config, digests=[new_tokenizer.stats.digest])
     actual = summary.describe_data(
         data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
     )

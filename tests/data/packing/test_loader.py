@@ -61,9 +61,20 @@ def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_s
     )
 
 
+def pack(documents, config, *, digests=("x",), **fields):
+    return dataset.pack_documents(
+        "train", documents, **config.step.packing, digests=digests, **fields
+    )
+
+
+def load(data, config, mesh=(1, 1, 1), **steps):
+    schedule = data.make_schedule(config.batch.rows_per_step, **steps)
+    return data.make_loader(schedule, rows_on(config, *mesh))
+
+
 def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=KEPT_ORDER, **fields):
     config = settings_of(**fields)
-    data = dataset.pack_documents("train", documents, **config.step.packing, digests=["unused"])
+    data = pack(documents, config)
     schedule = data.make_schedule(config.batch.rows_per_step, consumed=first_row, epochs=epochs)
     return data.make_loader(schedule, rows_on(config, *mesh, layout=layout))
 
@@ -232,7 +243,7 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
         for index, row in enumerate(map(plans.row, order)):
             tokens = documents.read_slice(row, 0, 32)
             slots = row_reader.make_slots(row, 5)
-            whole = dataclasses.asdict(tokens) | dataclasses.asdict(slots)
+            whole = dataclasses.asdict(tokens) | slots
             assert np.array_equal(actual[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(actual[total:] == (-100 if name == "labels_BL" else 0))
     assert (

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import mixing, packing
+from jaxsp.data.packing import mixing
 from jaxsp.data.packing.mixing import RowStream
-from jaxsp.data.packing.packing import PackedEpochs
+from jaxsp.data.packing.packing import PackedEpochs, Segments
 
 FRACTIONS = (0.55, 0.3, 0.15)
 
@@ -15,7 +15,11 @@ def parts(*num_rows, row_tokens=8):
     """Sources of `num_rows` full rows; the rows of source s are documents from 100 * s on."""
     return [
         PackedEpochs(
-            packing.split_documents(np.full(count, row_tokens), None).renumber(100 * source),
+            Segments(
+                document=100 * source + np.arange(count),
+                offset=np.zeros(count, int),
+                length=np.full(count, row_tokens),
+            ),
             row_tokens=row_tokens,
             max_segments=1,
             seed=0,

@@ -6,7 +6,7 @@ import pytest
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset, packing
+from jaxsp.data.packing import packing
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
 from tests.data.packing import test_loader
@@ -85,12 +85,9 @@ def test_rows_of_split_pairs_are_filled_with_other_pairs():
 def test_the_rows_of_a_pair_are_in_one_step_and_one_even_microbatch(mesh):
     settings = test_loader.settings_of(rows_per_step=8, rows_per_microbatch=2 // mesh[1])
     documents = Documents([make_records(draw_lengths(60, ROW + 1))], row_tokens=ROW)
-    data = dataset.pack_documents("pairs", documents, **settings.step.packing, digests=["x"])
+    data = test_loader.pack(documents, settings)
     assert data.num_split_pairs > 10
-    loader = data.make_loader(
-        data.make_schedule(settings.batch.rows_per_step, epochs=1),
-        test_loader.rows_on(settings, *mesh),
-    )
+    loader = test_loader.load(data, settings, mesh, epochs=1)
     seen = []
     for step in range(loader.num_steps):
         batch = loader.read_step(step)
@@ -111,13 +108,7 @@ def test_a_mixture_keeps_the_rows_of_pairs_together():
     settings = test_loader.settings_of(rows_per_step=8)
     sources = [make_records(draw_lengths(30, ROW + 1, seed)) for seed in range(2)]
     documents = Documents(sources, source_names=["a", "b"], row_tokens=ROW)
-    data = dataset.pack_documents(
-        "pairs",
-        documents,
-        **settings.step.packing,
-        digests=["x", "y"],
-        source_weights=[2.0, 1.0],
-    )
+    data = test_loader.pack(documents, settings, digests=["x", "y"], source_weights=[2.0, 1.0])
     rows = data.stream.rows(0, 80)
     block = rows.row_of_segment // 2
     for document in np.unique(rows.document // 2):
@@ -196,10 +187,7 @@ def test_references_are_given_to_all_records_or_to_none():
 
 def read_counts(data, settings):
     """Counts of each step of an epoch."""
-    loader = data.make_loader(
-        data.make_schedule(settings.batch.rows_per_step, epochs=1),
-        test_loader.rows_on(settings, 1, 1, 1),
-    )
+    loader = test_loader.load(data, settings, epochs=1)
     return [loader.read_step(step).counts for step in range(loader.num_steps)]
 
 
@@ -207,7 +195,7 @@ def test_an_evaluation_with_an_odd_number_of_rows_reads_all_of_them():
     settings = test_loader.settings_of(rows_per_step=3)
     lengths = [[31, 31], [17, 18], [18, 16], [31, 30], [3, 4]] * 3
     documents = Documents([make_records(lengths)], row_tokens=ROW)
-    data = dataset.pack_documents("pairs", documents, **settings.step.packing, digests=["x"])
+    data = test_loader.pack(documents, settings)
     seen = np.concatenate([counts.documents_P2.ravel() for counts in read_counts(data, settings)])
     assert np.sort(seen[seen >= 0]).tolist() == list(range(len(documents.lengths)))
 
@@ -217,17 +205,8 @@ def test_a_pair_of_two_epochs_in_one_block_is_two_pairs():
     settings = test_loader.settings_of(rows_per_step=8)
     sources = [make_records([[3, 4]]), make_records([[20, 20]] * 12)]
     documents = Documents(sources, source_names=["a", "b"], row_tokens=ROW)
-    data = dataset.pack_documents(
-        "pairs",
-        documents,
-        **settings.step.packing,
-        digests=["x", "y"],
-        source_weights=[1.0, 1.0],
-    )
-    loader = data.make_loader(
-        data.make_schedule(settings.batch.rows_per_step, num_steps=4),
-        test_loader.rows_on(settings, 1, 1, 1),
-    )
+    data = test_loader.pack(documents, settings, digests=["x", "y"], source_weights=[1.0, 1.0])
+    loader = test_loader.load(data, settings, num_steps=4)
     for step in range(4):
         counts = loader.read_step(step).counts
         assert (counts.documents_P2 >= 0).all()
@@ -237,8 +216,7 @@ def test_a_pair_of_two_epochs_in_one_block_is_two_pairs():
 def test_after_a_change_of_the_data_steps_have_whole_pairs():
     settings = test_loader.settings_of(rows_per_step=4)
     documents = Documents([make_records([[20, 20]] * 12)], row_tokens=ROW)
-    data = dataset.pack_documents("pairs", documents, **settings.step.packing, digests=["x"])
-    schedule = data.make_schedule(settings.batch.rows_per_step, consumed=3, num_steps=3)
-    loader = data.make_loader(schedule, test_loader.rows_on(settings, 1, 1, 1))
+    data = test_loader.pack(documents, settings)
+    loader = test_loader.load(data, settings, consumed=3, num_steps=3)
     for step in range(3):
         assert (loader.read_step(step).counts.documents_P2 >= 0).all()

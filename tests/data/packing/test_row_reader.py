@@ -106,9 +106,9 @@ def test_a_slice_of_a_dataset_is_read_in_its_place():
 
 def test_slots_are_filled_from_the_front():
     slots = row_reader.make_slots(row_of((4, 0, 3), (9, 8, 4)), 4)
-    assert (slots.starts.tolist(), slots.lengths.tolist()) == ([0, 3, 0, 0], [3, 4, 0, 0])
+    assert (slots["starts"].tolist(), slots["lengths"].tolist()) == ([0, 3, 0, 0], [3, 4, 0, 0])
     empty = row_reader.make_slots(row_of(), 2)
-    assert not np.any([empty.starts, empty.lengths])
+    assert not np.any([empty["starts"], empty["lengths"]])
 
 
 def test_tokens_are_not_copied(tmp_path):
