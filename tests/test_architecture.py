@@ -18,7 +18,6 @@ LAYERS = (
     "core",
     "config",
     "system",
-    "runtime",
     "attention data delta_rule experts objectives tasks",
     "blocks",
     "model",

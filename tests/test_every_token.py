@@ -21,9 +21,8 @@ import pytest
 import rich.console
 import yaml
 
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import reader, run_paths
 from jaxsp.run import build, config_file, trainer
-from jaxsp.runtime import run_paths
 from tests import messages, recorded_batches
 
 pytestmark = pytest.mark.e2e

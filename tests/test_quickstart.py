@@ -12,10 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import reader, run_paths
 from jaxsp.data.packing.packing import Segments
 from jaxsp.run import build, config_file
-from jaxsp.runtime import run_paths
 from jaxsp.training import step_gradients
 from tests import markdown, tolerances
 from tests.training import runs

@@ -17,11 +17,9 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
-from jaxsp.checkpoint import checksums
+from jaxsp.checkpoint import checksums, run_paths
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
-from jaxsp.run.early_stopping import EarlyStoppingState
-from jaxsp.runtime import run_paths
 from jaxsp.sharding import replicas, sharding
 from jaxsp.training import trainable
 from jaxsp.training.train_state import TrainState
@@ -31,6 +29,29 @@ META_FILE = f"{run_paths.META}/metadata"
 _MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 
 _T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EarlyStoppingState:
+    """Result of the evaluations so far. A checkpoint stores it as JSON."""
+
+    data: str
+    """Name of the eval set."""
+    digest: str
+    """Digest of the eval set's tokens. Losses on other tokens are not compared."""
+    metric: str = "loss"
+    """run.early_stopping_metric."""
+    best_value: float | None = None
+    """Lowest loss, or highest value of another metric; None before the first finite one."""
+    best_step: int | None = None
+    num_since_best: int = 0
+    """Number of evaluations since the best."""
+    is_due: bool = False
+    """True if the next evaluation counts.
+
+    Unscheduled evaluations, such as that of a checkpoint written by a stop, do not count:
+    otherwise a run that is stopped more often would end earlier.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,10 @@ import contextlib
 import pathlib
 import shutil
 
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import run_paths
 
 DELETING_SUFFIX = ".deleting"
 

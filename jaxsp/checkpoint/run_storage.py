@@ -11,10 +11,10 @@ from collections.abc import Iterable
 import filelock
 import jax
 
+from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.reader import META_FILE
 from jaxsp.core import files, paths, urls
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import run_paths
 from jaxsp.system import distributed, run_lock
 from jaxsp.system.object_store import ObjectStore
 

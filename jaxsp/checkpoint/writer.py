@@ -21,14 +21,12 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
-from jaxsp.checkpoint import checksums, reader, retention
+from jaxsp.checkpoint import checksums, reader, retention, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
-from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.reader import CheckpointMeta, EarlyStoppingState
 from jaxsp.checkpoint.run_storage import Uploads
 from jaxsp.core import files, host_memory, units
 from jaxsp.core.errors import UserError
-from jaxsp.run.early_stopping import EarlyStoppingState
-from jaxsp.runtime import run_dir, run_paths
 from jaxsp.system import distributed
 from jaxsp.system.run_status import RunStatus, read_bytes_written
 from jaxsp.training import trainable
@@ -137,12 +135,14 @@ class CheckpointWriter:
         status: RunStatus | None = None,
         before_write: Callable[[], None] = lambda: None,
         eval_set: dict[str, str] | None = None,
+        is_writer: bool = False,
         has_separate_folders: bool = False,
         uploads: Uploads | None = None,
     ):
         """Args:
         before_write: called before each checkpoint; if it raises, the write fails.
         eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
+        is_writer: this process writes folders and metadata, as process 0 always does.
         has_separate_folders: see `make_handler`.
         """
         self._directory = directory.absolute()
@@ -164,7 +164,7 @@ class CheckpointWriter:
         """Seconds that the last `save` waited for the checksum programs to compile."""
         self.write_s: float | None = None
         """Duration of the last write, without the waits for steps between its stages."""
-        self._is_writer = run_dir.is_writer(self._directory)
+        self._is_writer = is_writer or jax.process_index() == 0
         if self._is_writer:
             self._directory.mkdir(parents=True, exist_ok=True)
             retention.remove_unfinished(self._directory)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jaxsp.attention.choice import describe_choice
 from jaxsp.blocks import rope
+from jaxsp.checkpoint import run_paths
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.evaluation import retrieval
@@ -16,8 +17,8 @@ from jaxsp.hf import other_parts
 from jaxsp.hf.rope import context_range
 from jaxsp.memory import memory_descriptions
 from jaxsp.optimizers import optimizer
+from jaxsp.run import run_dir
 from jaxsp.run.run import Run
-from jaxsp.runtime import run_dir, run_paths
 from jaxsp.sharding import sharding
 from jaxsp.system import device_mesh
 from jaxsp.training import step_descriptions

@@ -7,30 +7,8 @@ from typing import Any
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxsp.checkpoint.reader import EarlyStoppingState
 from jaxsp.run.run_config import RunConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EarlyStoppingState:
-    """Result of the evaluations so far. A checkpoint stores it as JSON."""
-
-    data: str
-    """Name of the eval set."""
-    digest: str
-    """Digest of the eval set's tokens. Losses on other tokens are not compared."""
-    metric: str = "loss"
-    """run.early_stopping_metric."""
-    best_value: float | None = None
-    """Lowest loss, or highest value of another metric; None before the first finite one."""
-    best_step: int | None = None
-    num_since_best: int = 0
-    """Number of evaluations since the best."""
-    is_due: bool = False
-    """True if the next evaluation counts.
-
-    Unscheduled evaluations, such as that of a checkpoint written by a stop, do not count:
-    otherwise a run that is stopped more often would end earlier.
-    """
 
 
 class EarlyStopping:

@@ -11,6 +11,7 @@ import rich.console
 
 from jaxsp.blocks import rope
 from jaxsp.blocks.layers import Weights
+from jaxsp.checkpoint import run_paths
 from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
@@ -33,7 +34,6 @@ from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
 from jaxsp.run.given_model import GivenModel
 from jaxsp.run.run import PreparedModel
-from jaxsp.runtime import run_paths
 from jaxsp.system import cluster, compilation_cache, distributed
 from jaxsp.training.metric_table import Line
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxsp.core.errors import UserError
 from jaxsp.run import metrics, task_plots
-from jaxsp.runtime import jsonl
+from jaxsp.system import jsonl
 from jaxsp.training.metric_table import Line
 
 

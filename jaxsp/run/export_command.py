@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import rich.console
 
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.checkpoint import reader, run_storage
+from jaxsp.checkpoint import reader, run_paths, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError, at
@@ -18,7 +18,6 @@ from jaxsp.model import adapters
 from jaxsp.run import config_file, merging, resume, stop_tokens
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
-from jaxsp.runtime import run_paths
 from jaxsp.system import jax_platform
 from jaxsp.training import trainable
 

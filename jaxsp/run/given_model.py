@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxsp.blocks import layers
-from jaxsp.checkpoint import checksums, reader, run_storage
+from jaxsp.checkpoint import checksums, reader, run_paths, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder
@@ -15,7 +15,6 @@ from jaxsp.hf.folder import HubError
 from jaxsp.run import build, config_file, initial_weights, resume
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel
-from jaxsp.runtime import run_paths
 from jaxsp.training import train_state, trainable
 
 

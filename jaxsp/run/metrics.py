@@ -6,9 +6,9 @@ import pathlib
 import jax
 
 from jaxsp.core import units
-from jaxsp.run.trackers.trackers import Trackers
-from jaxsp.runtime import jsonl
-from jaxsp.runtime.jsonl import AppendFile
+from jaxsp.run.tracking import Trackers
+from jaxsp.system import jsonl
+from jaxsp.system.jsonl import AppendFile
 from jaxsp.training.metric_table import Line
 
 METRICS_FILE = "metrics.jsonl"

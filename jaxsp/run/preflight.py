@@ -13,7 +13,7 @@ import rich.console
 import rich.status
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import reader, retention
+from jaxsp.checkpoint import reader, retention, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
@@ -21,11 +21,10 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
 from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
 from jaxsp.memory.memory_causes import StepMemory
-from jaxsp.run import checkpoint_schedule, resume, selfcheck
+from jaxsp.run import checkpoint_schedule, resume, run_dir, selfcheck
 from jaxsp.run import console as output
 from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.run import Run
-from jaxsp.runtime import run_dir, run_paths
 from jaxsp.system import distributed
 from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.checkpoint import run_storage
+from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import yaml_io
 from jaxsp.core import errors, files, paths, urls
@@ -21,11 +21,10 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
-from jaxsp.run import config_changes, config_file
+from jaxsp.run import config_changes, config_file, run_dir
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_dir, run_paths
 from jaxsp.system import run_lock
 
 _NO_START = -2
@@ -41,7 +40,7 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
     Args: skip: damaged checkpoints.
     Raises: UserError if there is none and run.resume requires one, or for a bad run.directory.
     """
-    directory = run_paths.local_dir(run)
+    directory = run.local_dir
     with at("run.directory", directory):
         paths.check_folder(directory)
     if run.resume not in ("auto", "never") and not urls.is_url(run.resume):
@@ -90,7 +89,7 @@ def _find_own_checkpoint(
     Raises: UserError if it had checkpoints but all are damaged or gone, and if it started from
         another run's checkpoint but has none of its own yet.
     """
-    directory = run_paths.local_dir(run)
+    directory = run.local_dir
     checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
     if checkpoint is not None:
         return checkpoint
@@ -155,7 +154,7 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     Raises: DamagedCheckpointError if run.resume names this checkpoint.
     """
     problem = f"{damage.path} IS DAMAGED: {damage.reason}."
-    if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
+    if run_paths.find_run_dir(damage.path) == run.local_dir.resolve():
         moved = set_aside(damage.path)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
     with at("run.resume", run.resume):

@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxsp.checkpoint.reader import EarlyStoppingState
+from jaxsp.checkpoint.run_paths import CHECKPOINTS_DIR
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.tokenization import tokenizers
@@ -16,11 +18,8 @@ from jaxsp.evaluation import evaluator
 from jaxsp.hf import folder
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.run.config_file import Config
-from jaxsp.run.early_stopping import EarlyStoppingState
 from jaxsp.run.initial_weights import InitialWeights, Reference
 from jaxsp.run.stop_tokens import StopTokens
-from jaxsp.runtime import run_paths
-from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
 from jaxsp.tasks.task import Sample
 from jaxsp.training.specs import StepSpec
 
@@ -102,7 +101,7 @@ class Run(PreparedModel):
     @property
     def directory(self) -> pathlib.Path:
         """The run directory, or the local copy of a URL's."""
-        return run_paths.local_dir(self.config.run)
+        return self.config.run.local_dir
 
     @property
     def is_resume(self) -> bool:

@@ -1,5 +1,6 @@
 """Config section of the run."""
 
+import pathlib
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from jaxsp.config.fields import (
     for_training,
     with_examples,
 )
+from jaxsp.core import paths, urls
 
 
 class RunConfig(ConfigSection):
@@ -169,6 +171,18 @@ class RunConfig(ConfigSection):
             if not isinstance(option, bool | int | float | str):
                 raise ValueError(f"{name} must be true, false, a number, or text")
         return value
+
+    @property
+    def local_dir(self) -> pathlib.Path:
+        """Folder of the run on this machine: directory, or this process's copy if that is a URL."""
+        if not urls.is_url(self.directory):
+            return pathlib.Path(self.directory)
+        from jaxsp.checkpoint import run_paths
+        from jaxsp.system import distributed
+
+        parent = pathlib.Path(self.staging) if self.staging else paths.cache_dir() / "runs"
+        index = distributed.this_process().index
+        return parent / f"{run_paths.name_local(self.directory)}{f'-{index}' if index else ''}"
 
     @property
     def save_steps(self) -> int | None:

@@ -6,14 +6,17 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+import jax
 import rich.console
 
+from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.core import urls
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing.loader import StepCounts
-from jaxsp.run import checkpoint_schedule, references, run_summary, starts, stored_run
+from jaxsp.run import checkpoint_schedule, references, run_dir, run_summary, starts, stored_run
 from jaxsp.run import console as output
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.early_stopping import EarlyStopping
@@ -25,8 +28,7 @@ from jaxsp.run.run import Run
 from jaxsp.run.starts import StartLine
 from jaxsp.run.step_log import StepLog
 from jaxsp.run.trackers.tracker import Outcome
-from jaxsp.run.trackers.trackers import Trackers
-from jaxsp.runtime import run_dir, run_paths
+from jaxsp.run.tracking import Trackers
 from jaxsp.system.preemption import Preemption
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
@@ -274,7 +276,7 @@ def open_session(
     loader = run.train_set.make_loader(run.schedule, spec.placement)
     progress = Progress(console, first_step=first_step, num_steps=spec.num_steps)
     with contextlib.ExitStack() as stack:
-        directory = run_paths.local_dir(config.run)
+        directory = run.directory
         stack.enter_context(
             run_dir.create(directory, config, banner_text=banner_text, keep_model=run.write_model)
         )
@@ -305,7 +307,8 @@ def open_session(
             # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
             before_write=metrics.sync,
             eval_set=eval_set,
-            has_separate_folders=run_dir.may_be_separate(config.run),
+            is_writer=run_dir.is_writer(directory),
+            has_separate_folders=urls.is_url(config.run.directory) and jax.process_count() > 1,
             uploads=stored_run.uploads.get(directory.resolve()),
         )
         stack.enter_context(checkpoints)

@@ -15,8 +15,7 @@ from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.model import flops
 from jaxsp.run.metrics import METRICS_FILE
 from jaxsp.run.run import Run
-from jaxsp.runtime import jsonl
-from jaxsp.system import run_lock
+from jaxsp.system import jsonl, run_lock
 
 STARTS_FILE = "starts.jsonl"
 

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import run_storage
+from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.run_storage import Uploads
 from jaxsp.core import urls
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
-from jaxsp.runtime import run_dir, run_paths
+from jaxsp.run import run_dir
 from jaxsp.system import run_lock
 from jaxsp.system.object_store import ObjectStore
 

@@ -8,11 +8,11 @@ import pathlib
 import jax
 import rich.console
 
+from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, data_preparation, jax_limits, preview, resume, stored_run, trainer
 from jaxsp.run.config_file import Config
-from jaxsp.runtime import run_paths
 from jaxsp.system import compilation_cache, distributed, hardware, run_lock
 from jaxsp.system.cluster import Process
 from jaxsp.system.preemption import Preemption
@@ -40,11 +40,11 @@ def train(args: argparse.Namespace, config: Config, process: Process) -> None:
         status,
         shutdown_grace=config.run.shutdown_grace,
         stop_after=config.run.stop_after,
-        describe_loss=functools.partial(run_paths.describe_lost_steps, config.run),
+        describe_loss=functools.partial(run_paths.describe_lost_steps, config.run.local_dir),
     )
     with preemption.listen():
         distributed.initialize(process)
-        folder = run_paths.local_dir(config.run)
+        folder = config.run.local_dir
         with (
             run_lock.lock(folder, config_path=args.config, name=config.run.directory),
             stored_run.open_run(config.run.directory, folder),

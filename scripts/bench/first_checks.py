@@ -28,12 +28,11 @@ from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload
-from jaxsp.checkpoint import reader, writer
+from jaxsp.checkpoint import reader, run_paths, writer
 from jaxsp.core import host_memory
 from jaxsp.core.units import GIB
 from jaxsp.memory import available_memory
 from jaxsp.run import benchmark, jax_limits
-from jaxsp.runtime import run_paths
 from jaxsp.sharding import host_offload
 from jaxsp.system import hardware, memory_limits
 from jaxsp.training import compile_options

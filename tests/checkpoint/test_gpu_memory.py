@@ -7,9 +7,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint._src.serialization import replica_slices
 
-from jaxsp.checkpoint import reader, writer
+from jaxsp.checkpoint import reader, run_paths, writer
 from jaxsp.core.host_memory import MEMORY_KIND
-from jaxsp.runtime import run_paths
 
 
 @pytest.mark.parametrize("memory_kind", ["device", MEMORY_KIND])

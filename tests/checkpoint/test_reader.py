@@ -5,13 +5,11 @@ import json
 
 import pytest
 
-from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
+from jaxsp.checkpoint import reader, run_paths
+from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError, EarlyStoppingState
 from jaxsp.core.errors import UserError
 from jaxsp.run import resume
-from jaxsp.run.early_stopping import EarlyStoppingState
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_paths
 from tests import messages
 
 

@@ -7,12 +7,11 @@ import time
 
 import pytest
 
-from jaxsp.checkpoint import run_storage
+from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.run_storage import Uploads
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import stored_run
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_paths
 from jaxsp.system import object_store, run_lock
 from jaxsp.system.object_store import ObjectStore
 from tests.checkpoint import store_server
@@ -199,7 +198,7 @@ def run_session(url, machine, monkeypatch, write=lambda folder: None):
     """Uses a run's directory on a machine, and returns the local copy."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(machine))
     config = RunConfig(directory=url, steps=1)
-    folder = run_paths.local_dir(config)
+    folder = config.local_dir
     with run_lock.lock(folder), stored_run.open_run(url, folder):
         write(folder)
     return folder

@@ -9,12 +9,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
-from jaxsp.checkpoint import checksums, reader, retention
+from jaxsp.checkpoint import checksums, reader, retention, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
-from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.reader import CheckpointMeta, EarlyStoppingState
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.run.early_stopping import EarlyStoppingState
-from jaxsp.runtime import run_paths
 from jaxsp.system.run_status import RunStatus
 from jaxsp.training.train_state import TrainState
 from tests import batches

@@ -25,7 +25,7 @@ from jaxsp.optimizers.schedules import SCHEDULES, Cosine, Schedule
 from jaxsp.run.config_file import Config
 from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
 from jaxsp.run.trackers.tracker import Client, Tracker
-from jaxsp.run.trackers.trackers import Trackers
+from jaxsp.run.tracking import Trackers
 from jaxsp.tasks.eval_config import EvalConfig
 from jaxsp.tasks.registry import TASKS
 from jaxsp.tasks.task import Task

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from jaxsp.checkpoint import run_paths
 from jaxsp.core import files
-from jaxsp.runtime import run_paths
 from tests import batches, commands, tolerances
 
 KINDS = {

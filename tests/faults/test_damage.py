@@ -11,11 +11,10 @@ import pytest
 
 from jaxsp import eval as evaluation
 from jaxsp import export, train
-from jaxsp.checkpoint import checksums, reader
+from jaxsp.checkpoint import checksums, reader, run_paths
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
 from jaxsp.run import config_file
-from jaxsp.runtime import run_paths
 from jaxsp.sharding import sharding
 from tests import batches, commands, messages
 from tests.faults import damage

@@ -13,15 +13,15 @@ import jax
 import pytest
 import rich.console
 
+from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, config_file, trainer
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.metrics import MetricsWriter
-from jaxsp.runtime import run_paths
-from jaxsp.runtime.jsonl import AppendFile
 from jaxsp.system import run_lock
+from jaxsp.system.jsonl import AppendFile
 from tests import batches, commands, messages
 
 pytestmark = pytest.mark.e2e

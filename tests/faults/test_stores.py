@@ -10,9 +10,8 @@ import pytest
 import safetensors.numpy
 
 from jaxsp import export
-from jaxsp.checkpoint import run_storage
+from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.core import exit_codes
-from jaxsp.runtime import run_paths
 from jaxsp.system.object_store import ObjectStore
 from tests import commands, two_processes
 from tests.checkpoint import store_server

@@ -5,13 +5,12 @@ import types
 
 import pytest
 
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import reader, run_paths
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.run import preflight, resume
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_paths
 from tests import messages
 from tests.checkpoint.test_writer import make_meta
 from tests.run.test_trackers import make_config

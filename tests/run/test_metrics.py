@@ -14,8 +14,8 @@ import pytest
 
 from jaxsp.model import flops
 from jaxsp.run.metrics import MetricsWriter
-from jaxsp.runtime import jsonl
-from jaxsp.runtime.jsonl import AppendFile
+from jaxsp.system import jsonl
+from jaxsp.system.jsonl import AppendFile
 from tests import batches, messages
 
 

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import reader, run_paths
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import writer
 from jaxsp.model import decoder
 from jaxsp.run import build, config_file, metrics, trainer
 from jaxsp.run.metrics import MetricsWriter
-from jaxsp.runtime import run_paths
 from jaxsp.sharding import host_offload
 from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.errors import UserError
@@ -26,7 +26,6 @@ from jaxsp.hf import model_config, writer
 from jaxsp.run import build, config_file, resume, trainer
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_paths
 from tests import batches, commands, messages, tolerances
 from tests.data.packing import test_dataset
 

@@ -16,7 +16,7 @@ import pytest
 import rich.console
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.retention import DELETING_SUFFIX
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
@@ -24,7 +24,6 @@ from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, config_file, preflight, trainer
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime import run_paths
 from jaxsp.system.preemption import Preemption
 from jaxsp.system.run_status import RunStatus
 from jaxsp.training import train_step

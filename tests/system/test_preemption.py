@@ -21,7 +21,7 @@ import functools, json, sys, time
 from datetime import timedelta
 from jaxsp.run.run_config import RunConfig
 from jaxsp.system import preemption, run_status
-from jaxsp.runtime import run_paths
+from jaxsp.checkpoint import run_paths
 options = json.loads(sys.argv[1])
 num_steps = options["num_steps"]
 status = run_status.RunStatus()
@@ -30,7 +30,7 @@ stop = preemption.Preemption(
     shutdown_grace=timedelta(seconds=25),
     stop_after=options["stop_after_s"] and timedelta(seconds=options["stop_after_s"]),
     describe_loss=functools.partial(
-        run_paths.describe_lost_steps, RunConfig(directory=options["directory"])
+        run_paths.describe_lost_steps, pathlib.Path(options["directory"])
     ),
 )
 with stop.listen():

@@ -10,7 +10,7 @@ import pytest
 
 from jaxsp.attention.kernels.kernel import KernelSettings
 from jaxsp.blocks.config import MLP
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
@@ -28,7 +28,6 @@ from jaxsp.memory import (
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
-from jaxsp.runtime import run_paths
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import step_gradients, train_state, train_step
 from jaxsp.training.specs import StepSpec

@@ -14,12 +14,12 @@ import jinja2
 import numpy as np
 import plotly.offline
 
+from jaxsp.checkpoint.run_paths import CONFIG_FILE
 from jaxsp.config import config_file, yaml_io
 from jaxsp.core import files, units
 from jaxsp.core.errors import UserError
 from jaxsp.run import comparison, metrics
 from jaxsp.run.starts import STARTS_FILE
-from jaxsp.runtime.run_paths import CONFIG_FILE
 from jaxsp.training.metric_table import METRICS, Line
 
 MAX_POINTS = 1000

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from jaxsp.run.trackers.tracker import Client, Outcome, TrackedRun, Tracker
-from jaxsp.runtime.jsonl import AppendFile
+from jaxsp.system.jsonl import AppendFile
 
 
 class TensorBoard(Tracker):

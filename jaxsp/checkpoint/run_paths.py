@@ -4,9 +4,7 @@ import hashlib
 import pathlib
 from collections.abc import Sequence
 
-from jaxsp.core import paths, urls
-from jaxsp.run.run_config import RunConfig
-from jaxsp.system import distributed, run_lock
+from jaxsp.system import run_lock
 
 CHECKPOINTS_DIR = "checkpoints"
 
@@ -24,15 +22,6 @@ OPT = "opt"
 """Item of a checkpoint with the optimizer state; absent without state (sgd)."""
 
 META = "meta"
-
-
-def local_dir(run: RunConfig) -> pathlib.Path:
-    """Folder of a run on this machine: run.directory, or this process's copy if that is a URL."""
-    if not urls.is_url(run.directory):
-        return pathlib.Path(run.directory)
-    parent = pathlib.Path(run.staging) if run.staging else paths.cache_dir() / "runs"
-    index = distributed.this_process().index
-    return parent / f"{name_local(run.directory)}{f'-{index}' if index else ''}"
 
 
 def name_local(url: str) -> str:
@@ -77,9 +66,9 @@ def find_latest_in_run(
     return _latest_in(pathlib.Path(directory).resolve() / CHECKPOINTS_DIR, exclude)
 
 
-def describe_lost_steps(run: RunConfig, last: int) -> str:
+def describe_lost_steps(directory: pathlib.Path, last: int) -> str:
     """Describes the steps that are lost if a run ends after step `last` without a checkpoint."""
-    checkpoint = find_latest_in_run(local_dir(run))
+    checkpoint = find_latest_in_run(directory)
     if checkpoint is None:
         return f"No checkpoint has been written yet: {_count(last, 'since the start')} lost."
     num_lost = last - int(checkpoint.name)

@@ -9,7 +9,6 @@ from jaxsp.core import files
 from jaxsp.run.config_file import Config
 from jaxsp.run.trackers import tracker
 from jaxsp.run.trackers.tracker import Client, Outcome, TrackedRun, Tracker
-from jaxsp.runtime import run_paths
 
 
 class Trackers:
@@ -17,7 +16,7 @@ class Trackers:
 
     def __init__(self, config: Config, *, from_step: int, is_resume: bool):
         """Starts the trackers in process 0. Args: is_resume: False for a run that is new there."""
-        directory = run_paths.local_dir(config.run)
+        directory = config.run.local_dir
         saved = files.read_json(directory / tracker.IDS_FILE) if is_resume else None
         run = TrackedRun(
             directory=directory,

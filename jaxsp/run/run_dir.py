@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
+from jaxsp.checkpoint.run_paths import CONFIG_FILE
 from jaxsp.config import config_file
-from jaxsp.core import durations, files, urls
+from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.run.config_file import Config
-from jaxsp.run.run_config import RunConfig
-from jaxsp.runtime.run_paths import CONFIG_FILE
 from jaxsp.system import run_lock
 
 _own_copies: set[pathlib.Path] = set()
@@ -66,11 +65,6 @@ def write_own_copy(folder: pathlib.Path) -> Iterator[None]:
         yield
     finally:
         _own_copies.discard(folder.resolve())
-
-
-def may_be_separate(run: RunConfig) -> bool:
-    """True if processes of a run may write to local copies that the others do not see."""
-    return urls.is_url(run.directory) and jax.process_count() > 1
 
 
 def is_writer(folder: pathlib.Path) -> bool:
