@@ -29,7 +29,6 @@ KEYS = (
     "host_gib",
     "memory",
     "sent_bytes",
-    "formula_bytes",
     "step_s_estimate",
     "row_tokens",
     "mesh",
@@ -86,15 +85,11 @@ def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
     assert sum(
         size for name, size in actual["memory"].items() if name != planning.RESERVED
     ) == pytest.approx(actual["device_gib"])
-    assert actual["sent_bytes"] / actual["formula_bytes"] == pytest.approx(1, abs=1e-4)
+    assert actual["sent_bytes"] == sum(sent["bytes"] for sent in actual["collectives"])
     assert {(sent["kind"], *sent["axes"]) for sent in actual["collectives"]} >= {
         ("all-to-all", "seq"),
         ("all-gather", "data x seq"),
     }
-    assert all(
-        sent["bytes"] / sent["formula"] == pytest.approx(1, abs=0.01)
-        for sent in actual["collectives"]
-    )
     assert actual["hardware_flops"] > actual["model_flops"] > 0
     assert actual["tokens_per_s_estimate"] == pytest.approx(8 * 32768 / actual["step_s_estimate"])
     assert "8 x h100-80gb" in printed

@@ -242,11 +242,6 @@ class Mixer(abc.ABC):
     def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
         """Memory of the backward pass of `mix` on a device: the maximum of the layers."""
 
-    def sent_bytes(self, config: ModelConfig, workload: Workload) -> dict[str, float]:
-        """Bytes that a device sends in `mix` per layer and microbatch, forward and backward, by
-        collective operation; those of `Attend` are not counted here."""
-        return {}
-
     @abc.abstractmethod
     def forward_flops(
         self, config: ModelConfig, layer: LayerConfig, segment_lengths: np.ndarray

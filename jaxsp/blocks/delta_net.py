@@ -7,7 +7,6 @@ Source: Yang et al. 2024, arXiv:2412.06464.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -328,32 +327,6 @@ class DeltaNet(Mixer):
         per_head = 6 * K * V + 2 * CHUNK_TOKENS * (3 * K + 2 * V)
         per_token = sizes.num_heads * per_head + 2 * sizes.filter_size * sizes.num_channels
         return per_token * float(segment_lengths.sum())
-
-    def sent_bytes(self, config: ModelConfig, workload: Workload) -> dict[str, float]:
-        """Maps of states, and the tokens before each span, in the forward pass, its repetition
-        and the backward pass."""
-        sizes = _sizes(config)
-        seq = workload.attention.strategy.seq
-        if seq == 1:
-            return {}
-        rows = workload.rows.num_rows
-        state = 4 * sizes.num_heads * sizes.key_size * sizes.value_size
-        whole_map = state + 4 * sizes.num_heads * sizes.key_size**2
-        halo = (sizes.filter_size - 1) * sizes.num_channels * workload.itemsize
-        layout = workload.attention.strategy.layout
-        if layout.keeps_order:
-            # The last exchange of the prefix needs no m, and its result is sent once more
-            num_exchanges = math.ceil(math.log2(seq))
-            sent = (num_exchanges - 1) * whole_map + 2 * state + halo
-            return {"collective-permute": 3.0 * rows * sent}
-        spans = RowSpans(
-            seq=seq, layout=layout, tokens_per_device=workload.tokens_per_device // rows
-        )
-        num_others = rows * spans.count * (seq - 1)
-        return {
-            "all-gather": num_others * (3.0 * whole_map + 2 * halo),
-            "reduce-scatter": num_others * halo,  # its gradient
-        }
 
 
 SCOPE = "delta_net"

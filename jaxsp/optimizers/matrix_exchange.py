@@ -88,18 +88,3 @@ def map_matrices(
 
 def _flatten(layers: Float[Array, "n *e o i"]) -> Float[Array, "m o i"]:
     return layers.reshape(-1, *layers.shape[-2:])
-
-
-def sent_bytes(param: Parameter, num_shards: int, itemsize: int) -> dict[str, float]:
-    """Bytes that a device sends for all layers of a weight: two all-to-alls of its shards.
-
-    A group that is not full is padded with matrices of zeros: 36 layers on 32 devices count as 64.
-    """
-    if param.num_layers is None or has_whole_matrices(param, num_shards):
-        return {}
-    num_experts = param.num_experts or 1
-    size = sharding.shard_size(param, num_shards) // (param.num_layers * num_experts)
-    num_groups, num_remaining = divmod(param.num_layers, group_size(param, num_shards))
-    layers = [*num_groups * [group_size(param, num_shards)], num_remaining]
-    num_matrices = sum(-(-n * num_experts // num_shards) * num_shards for n in layers)
-    return {"all-to-all": 2 * itemsize * num_matrices * size * (1 - 1 / num_shards)}

@@ -1,7 +1,6 @@
 """Optimizer update: an optax transform per weight, layer by layer, and the state that it keeps."""
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -59,22 +58,6 @@ def init(config: Optimizer, param: Parameter) -> Any:
 def state_bytes(config: Optimizer, param: Parameter, num_shards: int) -> StateBytes:
     """Bytes of a weight's optimizer state on each device. Example: 8 per element for AdamW."""
     return optimizer_state.held_bytes(param, describe_state(config, param), num_shards)
-
-
-def sent_bytes(
-    config: Optimizer, table: layers.Weights, *, num_shards: int, itemsize: int
-) -> dict[str, float]:
-    """Bytes that a device sends in a step for the update, by collective operation.
-
-    Args: itemsize: bytes of a number in the compute dtype.
-    """
-    totals: Counter[str] = Counter()
-    for param in filter(lambda param: param.is_trainable, jax.tree.leaves(table)):
-        if config.needs_whole_matrices and is_layer_matrix(param):
-            totals.update(matrix_exchange.sent_bytes(param, num_shards, itemsize))
-        state = describe_state(config, param)
-        totals.update(optimizer_state.sent_bytes(param, state, num_shards))
-    return dict(totals)
 
 
 def is_layer_matrix(param: Parameter) -> bool:

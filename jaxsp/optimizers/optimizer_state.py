@@ -6,7 +6,6 @@ averages of rows, are the same on all devices.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,26 +131,3 @@ def held_bytes(param: Parameter, state: Any, num_shards: int) -> StateBytes:
         else:
             others += x.size * x.dtype.itemsize
     return StateBytes(like_weight=like_weight, others=others)
-
-
-def sent_bytes(param: Parameter, state: Any, num_shards: int) -> dict[str, float]:
-    """Bytes that a device sends to keep averages of a matrix's rows and columns on all devices.
-
-    Averages along the sharded dim are summed over the shards (all-reduce), the others are gathered
-    (all-gather). A few bytes for clipping are left out. Args: state: as for `held_bytes`.
-    """
-    placement = sharding.choose_placement(param, num_shards)
-    experts = param.shape[: -len(param.matrix_shape)]
-    averages = [(*experts, size) for size in param.matrix_shape]
-    has_averages = any(_layer_shape(param, x.shape) in averages for x in jax.tree.leaves(state))
-    if placement.dim is None or len(param.matrix_shape) != 2 or not has_averages:
-        return {}
-    num_matrices = (param.num_layers or 1) * math.prod(experts)
-    moved = 4 * num_matrices * (1 - 1 / num_shards)
-    if placement.dim < len(experts):  # all averages of a device's experts are its own
-        return {"all-gather": moved * sum(param.matrix_shape)}
-    other_dim = 2 * len(experts) + 1 - placement.dim
-    return {
-        "all-gather": moved * placement.stored_shape[placement.dim],
-        "all-reduce": 2 * moved * param.shape[other_dim],
-    }

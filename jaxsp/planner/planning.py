@@ -48,8 +48,6 @@ class PlannedCollective:
     """Axes of the mesh that they run along, such as `data x seq`."""
     bytes: float
     """Bytes that a device sends in a step, read from the compiled program."""
-    formula: float
-    """The same by formula."""
     node_bytes: float
     """Bytes that leave a node."""
     num_runs: int
@@ -128,8 +126,6 @@ class Plan:
     """Phase of the step that needs most device memory, by formula."""
     sent_bytes: float
     """Bytes that a device sends in a step, read from the compiled program."""
-    formula_bytes: float
-    """Bytes that a device sends in a step, computed by formulas, as a check of sent_bytes."""
     collectives: Sequence[PlannedCollective]
     model_flops: float
     """FLOPs of a step, counted as for MFU: causal attention within documents, no recomputation."""
@@ -295,7 +291,6 @@ def _describe_step(
         rows=config.rows_per_step, row_tokens=row_tokens, document_tokens=document_tokens
     )
     collectives = comms.parse_collectives(fitted.executable.dump.hlo_text)
-    formula = comms.compute_formula_bytes(spec)
     estimate = roofline.estimate_step(
         fitted.executable,
         collectives,
@@ -354,10 +349,8 @@ def _describe_step(
         host_memory={name: size * node_gib for name, size in causes.host.items()},
         peak_phase=max(phases, key=lambda phase: phases[phase]),
         sent_bytes=comms.sum_bytes(collectives),
-        formula_bytes=sum(formula.values()),
-        collectives=_compare_collectives(
+        collectives=_sum_collectives(
             collectives,
-            formula,
             spec.mesh.shape,
             estimate,
             node_devices=cluster.nvlink_domain_size,
@@ -384,20 +377,19 @@ def _describe_step(
     )
 
 
-def _compare_collectives(
+def _sum_collectives(
     collectives: Sequence[Collective],
-    formula: Mapping[str, float],
     sizes: Mapping[str, int],
     estimate: TimeEstimate | None,
     *,
     node_devices: int,
 ) -> list[PlannedCollective]:
-    """Compares sent bytes with the formula, by operation; leaves out those that send nothing.
+    """Sums sent bytes by operation; leaves out those that send nothing.
 
     One operation may run over several sets of axes: all-reduces of gradients span one axis, others
     all axes.
     """
-    comparisons = []
+    planned = []
     for operation in sorted({sent.operation for sent in collectives if sent.total_bytes}):
         group = [sent for sent in collectives if sent.operation == operation]
         axes_of_groups = {
@@ -408,16 +400,15 @@ def _compare_collectives(
         if estimate is not None:
             lines = [sent.begin_line for sent in group]
             seconds, exposed_s = roofline.sum_transfers(estimate.transfer_seconds, lines)
-        comparisons.append(
+        planned.append(
             PlannedCollective(
                 kind=operation,
                 axes=[" x ".join(names) for names in sorted(axes_of_groups)],
                 bytes=comms.sum_bytes(group),
-                formula=formula.get(operation, 0.0),
                 node_bytes=comms.sum_node_bytes(group, node_devices=node_devices),
                 num_runs=sum(sent.num_runs for sent in group),
                 seconds=seconds,
                 waited_s=exposed_s,
             )
         )
-    return comparisons
+    return planned

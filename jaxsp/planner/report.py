@@ -101,19 +101,16 @@ def _memory_and_traffic_lines(plan: Plan) -> list[tuple[str, str]]:
         lines.append(
             (
                 "sent",
-                "GB by each device in a step: program, formula, ratio; seconds (estimates): all, "
-                "not overlapped",
+                "GB by each device in a step; seconds (estimates): all, not overlapped",
             )
         )
     for collective in plan.collectives:
-        formula = collective.formula
-        ratio = f"{collective.bytes / formula:.2f}" if formula else "    "
         seconds = tables.format_number(collective.seconds, "{:.3f}")
         exposed = tables.format_number(collective.waited_s, "{:.3f}")
         edge_text = ""
         if collective.node_bytes:
             edge_text = f"; {collective.node_bytes / 1e9:,.3f} GB leave each node"
-        columns = f"{collective.bytes / 1e9:10.3f} {formula / 1e9:10.3f}  {ratio} {seconds:>8}"
+        columns = f"{collective.bytes / 1e9:10.3f} {seconds:>8}"
         axes_text = " and ".join(collective.axes)
         kind = f"{collective.kind} along {axes_text}{edge_text}"
         lines.append(("", f"{columns} {exposed:>7}  {kind}"))

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,7 @@ class Run(PreparedModel):
         """Reference model of the objective."""
         return Reference(self.spec, self.config.model.source, self.config.adapter.source)
 
-    @property
+    @functools.cached_property
     def ranking_eval_set(self) -> dict[str, str] | None:
         """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
         best_eval = self.config.checkpoint.best_eval

@@ -3,7 +3,7 @@
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 from jax.experimental import multihost_utils
@@ -14,32 +14,27 @@ from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.run.config_file import Config
+from jaxsp.run.run import Run
 from jaxsp.system import run_lock
 
 _own_copies: set[pathlib.Path] = set()
 """Local copies of run directories that this process writes besides process 0."""
 
 
-def create(
-    directory: pathlib.Path,
-    config: Config,
-    *,
-    banner_text: str,
-    keep_model: Callable[[pathlib.Path], None],
-) -> contextlib.AbstractContextManager:
+def create(run: Run, banner_text: str) -> contextlib.AbstractContextManager:
     """Creates the run directory with the files that are known before the first step, and locks it.
 
-    Args: keep_model: writes the small files of the model to a folder.
     Returns: a context that holds the lock.
     Raises: UserError if it cannot be written, or if other processes do not see it.
     """
+    directory = run.directory
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock.lock(directory))
         if is_writer(directory):
             with run_lock.report_write_errors(directory):
-                config_file.save(config, directory / CONFIG_FILE)
+                config_file.save(run.config, directory / CONFIG_FILE)
                 files.write_atomic(directory / "banner.txt", banner_text)
-                keep_model(directory / "model")
+                run.write_model(directory / "model")
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("run directory created")
             for _ in range(30):  # files written on another node may become visible seconds later

@@ -34,26 +34,14 @@ from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunFiles:
-    """Open files of a run, and its progress on the console."""
-
-    is_resume: bool
-    """True if the run resumes from a checkpoint of its own."""
-    eval_set: dict[str, str] | None
-    """Name and digest of the eval set that ranks checkpoints; None without eval sets."""
-    metrics: MetricsWriter
-    checkpoints: CheckpointWriter
-    progress: Progress
-    trace: ProfilerTrace
-
-
 @dataclasses.dataclass(kw_only=True)
 class Session:
     """Decisions and records between the steps of a run, in one process. Made by `open_session`."""
 
     run: Run
-    files: RunFiles
+    writer: CheckpointWriter
+    progress: Progress
+    trace: ProfilerTrace
     preemption: Preemption
     early_stopping: EarlyStopping
     evaluations: Evaluations
@@ -72,7 +60,7 @@ class Session:
         It is due in a new run with run.eval_at_start. It is also due when a run resumes and the
         evaluation of its last checkpoint was skipped because the run was being stopped.
         """
-        is_resume = self.files.is_resume
+        is_resume = self.run.is_resume
         # Ask process 0 only: other nodes may have an old copy of the checkpoint's metadata cached
         is_pending = is_resume and self.run.start.has_pending_evaluation
         is_pending = bool(checkpoint_schedule.broadcast_from_first(float(is_pending)))
@@ -82,7 +70,7 @@ class Session:
         if self.evaluations and (is_pending or is_first):
             loss = self._evaluate(self.run.start.step, state)
             if is_resume:
-                self.files.checkpoints.record_eval(
+                self.writer.record_eval(
                     self.run.start.step, loss, early_stopping=self.early_stopping.state
                 )
         self.is_stopped_early = self.early_stopping.should_stop()
@@ -115,9 +103,9 @@ class Session:
 
     def before_dispatch(self, step: int, counts: StepCounts) -> None:
         """Starts the profiler if profiling begins at this step, and updates the run status."""
-        if self.files.trace.should_start(step):
+        if self.trace.should_start(step):
             self.log.record_dispatched_step()
-            self.files.trace.start()
+            self.trace.start()
         estimated_s = self.log.estimate_step_s(counts)
         self.preemption.status.dispatched(estimated_s=estimated_s)
 
@@ -126,7 +114,7 @@ class Session:
         self.log.record_dispatch(results, counts)
         self._read_batch()
         self.checkpoints.poll()
-        self.preemption.status.checkpoint_s = self.files.checkpoints.write_s
+        self.preemption.status.checkpoint_s = self.writer.write_s
 
     def evaluate_and_save(self, step: int, state: TrainState) -> None:
         """Evaluates and writes a checkpoint after a step if they are due.
@@ -148,12 +136,12 @@ class Session:
         if should_evaluate or (should_rank and run.eval_every is None):
             self.early_stopping.expect_evaluation()
         should_evaluate |= should_rank
-        should_stop_trace = self.files.trace.should_stop(step)
+        should_stop_trace = self.trace.should_stop(step)
         if not (should_save or should_evaluate or should_stop_trace):
             return
         self.log.record_dispatched_step()
         if should_stop_trace:
-            self.files.trace.stop()
+            self.trace.stop()
         loss = None
         self.has_pending_evaluation = should_evaluate
         # Skip the evaluation if the run is being stopped. All processes decide alike: either all of
@@ -169,7 +157,7 @@ class Session:
         if should_save or self.is_stopped_early:
             self.preemption.status.begin_writing(f"the checkpoint of step {step}")
             meta = dataclasses.replace(
-                self._build_meta(), eval_loss=loss, eval_set=self.files.eval_set
+                self._build_meta(), eval_loss=loss, eval_set=self.run.ranking_eval_set
             )
             is_end = is_last or self.is_stopped_early or self.preemption.reason is not None
             wait_s = self.checkpoints.save(state, meta, is_last=is_end)
@@ -205,13 +193,13 @@ class Session:
             raise NeedsAttentionError(self.log.nonfinite.stop_message(saved_step=step))
         is_complete = step >= self.run.spec.num_steps
         if self.is_stopped_early and not is_complete:
-            self.files.progress.print_line(
+            self.progress.print_line(
                 f"stopped early after step {step}: {self.early_stopping.reason}"
             )
             if step == self.run.start.step:  # nothing to summarize
                 return
         elif self.preemption.reason is not None and not is_complete:
-            self.files.progress.print_line(
+            self.progress.print_line(
                 f"stopped by {self.preemption.reason} after step {step}; "
                 "the same command resumes from there"
             )
@@ -232,7 +220,9 @@ class Session:
         when = f"before step {step + 1}" if step == self.run.start.step else f"after step {step}"
         lines = self.evaluations.run(state.master, step=step, when=when)
         self.early_stopping.record(step, lines)
-        return lines[self.files.eval_set["name"]]["loss"] if self.files.eval_set else None
+        return (
+            lines[self.run.ranking_eval_set["name"]]["loss"] if self.run.ranking_eval_set else None
+        )
 
     def _build_meta(self) -> CheckpointMeta:
         """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
@@ -271,70 +261,56 @@ def open_session(
     """
     config = run.config
     spec = run.spec
+    directory = run.directory
     first_step = run.start.step
     status = preemption.status
     loader = run.train_set.make_loader(run.schedule, spec.placement)
-    progress = Progress(console, first_step=first_step, num_steps=spec.num_steps)
+    # A new run also drops lines of an evaluation before its first step, and repeats it
+    from_step = first_step if run.is_resume else first_step - 1
     with contextlib.ExitStack() as stack:
-        directory = run.directory
-        stack.enter_context(
-            run_dir.create(directory, config, banner_text=banner_text, keep_model=run.write_model)
-        )
+        enter = stack.enter_context
+        enter(run_dir.create(run, banner_text))
         starts.record_start(directory, start_line)
         references.keep(
             spec,
             [run.train_set, *run.eval_sets],
             directory / references.FOLDER,
             find_identity=functools.partial(
-                references.choose_identity,
-                is_resume=run.is_resume,
-                compute=run.reference.identify,
+                references.choose_identity, is_resume=run.is_resume, compute=run.reference.identify
             ),
         )
-        is_resume = run.is_resume
-        eval_set = run.ranking_eval_set
-        # A new run also drops lines of an evaluation before its first step, and repeats it
-        from_step = run.start.step if is_resume else run.start.step - 1
-        trackers = Trackers(config, from_step=from_step, is_resume=is_resume)
-        stack.enter_context(trackers)
-        metrics = MetricsWriter(directory, from_step=from_step, trackers=trackers)
-        stack.enter_context(metrics)
-        checkpoints = CheckpointWriter(
+        trackers = enter(Trackers(config, from_step=from_step, is_resume=run.is_resume))
+        metrics = enter(MetricsWriter(directory, from_step=from_step, trackers=trackers))
+        writer = CheckpointWriter(
             directory / run_paths.CHECKPOINTS_DIR,
             table=spec.table,
             config=config.checkpoint,
             status=status,
             # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
             before_write=metrics.sync,
-            eval_set=eval_set,
+            eval_set=run.ranking_eval_set,
             is_writer=run_dir.is_writer(directory),
             has_separate_folders=urls.is_url(config.run.directory) and jax.process_count() > 1,
             uploads=stored_run.uploads.get(directory.resolve()),
         )
-        stack.enter_context(checkpoints)
-        trace = ProfilerTrace(directory / "profile", config.logging.profile_steps)
-        files = RunFiles(
-            is_resume=is_resume,
-            eval_set=eval_set,
-            metrics=metrics,
-            checkpoints=checkpoints,
-            progress=stack.enter_context(progress),
-            trace=stack.enter_context(trace),
-        )
+        enter(writer)
+        progress = enter(Progress(console, first_step=first_step, num_steps=spec.num_steps))
         session = Session(
             run=run,
-            files=files,
+            writer=writer,
+            progress=progress,
+            trace=enter(ProfilerTrace(directory / "profile", config.logging.profile_steps)),
             preemption=preemption,
             early_stopping=early_stopping,
-            evaluations=Evaluations(run, files.metrics, status, progress.print_line),
+            evaluations=Evaluations(run, metrics, status, progress.print_line),
             checkpoints=CheckpointSchedule(
-                files.checkpoints, config.run, first_step=first_step, print_line=progress.print_line
+                writer, config.run, first_step=first_step, print_line=progress.print_line
             ),
-            log=StepLog(run, files.metrics, progress, status),
-            rows=stack.enter_context(contextlib.closing(loader.batches())),
+            log=StepLog(run, metrics, progress, status),
+            rows=enter(contextlib.closing(loader.batches())),
             base_checksums=base_checksums,
         )
-        files.checkpoints.compile_ahead(state)
+        writer.compile_ahead(state)
         session.evaluate_at_start(state)
         yield session
         trackers.outcome = session.outcome

@@ -352,49 +352,6 @@ class Gather:
         """dtype that the model gets a weight in."""
         return jnp.dtype(param.compute_dtype or self.compute_dtype)
 
-    def sent_bytes(
-        self,
-        table: layers.Weights,
-        *,
-        num_replicas: int,
-        num_microbatches: int,
-        num_extra_passes: float = 0,
-        num_scoring_passes: int = 0,
-    ) -> dict[str, float]:
-        """Bytes that a device sends in a step for weights and gradients, by collective operation.
-
-        Stacked weights are gathered in the forward and again in the backward pass, with every remat
-        policy. A weight that is not stacked is gathered, and its gradient scattered, once per
-        microbatch. A tied embedding is gathered once, because XLA merges gathers of the same shard,
-        and both of its gradients are scattered, because their sum would need another whole float32
-        table. Gradients are summed over the axes that their weights are not sharded on (all-reduce)
-        once per step.
-
-        Args:
-            num_extra_passes: see `RematPolicy.num_extra_passes`.
-            num_scoring_passes: forward passes of the whole model without gradients.
-        """
-        tied = None if "head" in table else table.get("embedding")
-        sent = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
-        for param in jax.tree.leaves(table):
-            size = math.prod(stored_shape(param, self.num_shards))
-            if choose_placement(param, self.num_shards).dim is None:
-                num_devices = self.num_shards * num_replicas
-                if param.is_trainable:
-                    sent["all-reduce"] += 4 * size * 2 * (1 - 1 / num_devices)
-                continue
-            fraction = num_microbatches * (1 - 1 / self.num_shards)
-            num_gathers = 1 if param.num_layers is None else 2 + num_extra_passes
-            num_gathers += num_scoring_passes
-            sent["all-gather"] += fraction * self._gathered_bytes(param) * num_gathers
-            if not param.is_trainable:
-                continue
-            moved = fraction * size
-            num_scatters = 2 if param is tied else 1
-            sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize * num_scatters
-            sent["all-reduce"] += 4 * size / self.num_shards * 2 * (1 - 1 / num_replicas)
-        return sent
-
 
 def describe(table: layers.Weights, num_shards: int) -> str:
     """Describes which weights are sharded."""

@@ -20,6 +20,7 @@ from jaxsp.planner.cost import comms
 from jaxsp.sharding import host_offload
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
+from tests.planner import sent_bytes
 from tests.training import optimizer_cases, runs
 from tests.training.optimizer_cases import MESHES, NUM_STEPS, TABLE
 
@@ -102,7 +103,7 @@ def test_an_update_sends_the_bytes_of_its_formula(name):
         config, mesh, master, optimizer_cases.init_state(config, sizes)
     )
     sent = comms.parse_collectives(spec.as_text())
-    formula = optimizer.sent_bytes(config.optimizer, TABLE, num_shards=8, itemsize=4)
+    formula = sent_bytes.update_bytes(config.optimizer, TABLE, num_shards=8, itemsize=4)
     for operation in comms.COLLECTIVES:
         actual = comms.sum_bytes(sent, operation=operation)
         expected = formula.get(operation, 0.0)
@@ -120,17 +121,17 @@ def test_an_update_sends_the_bytes_of_its_formula(name):
 def test_muon_exchanges_a_group_of_layers_for_each_shard_at_a_time():
     param = Parameter(shape=(64, 32), hf_name="", layers=tuple(range(10)))
     assert matrix_exchange.group_size(param, 4) == 4
-    assert matrix_exchange.sent_bytes(param, 4, 2) == {
+    assert sent_bytes.exchange_bytes(param, 4, 2) == {
         "all-to-all": 2 * 2 * 12 * (64 * 32 / 4) * 3 / 4
     }
-    assert matrix_exchange.sent_bytes(param, 1, 2) == {}
+    assert sent_bytes.exchange_bytes(param, 1, 2) == {}
     experts = dataclasses.replace(param, shape=(6, 64, 32), num_experts=6)
     assert matrix_exchange.group_size(experts, 4) == 1
-    assert matrix_exchange.sent_bytes(experts, 4, 2) == {
+    assert sent_bytes.exchange_bytes(experts, 4, 2) == {
         "all-to-all": 2 * 2 * 10 * 8 * (64 * 32 / 4) * 3 / 4
     }
     whole = dataclasses.replace(param, shape=(8, 64, 32), num_experts=8)
-    assert (matrix_exchange.group_size(whole, 4), matrix_exchange.sent_bytes(whole, 4, 2)) == (
+    assert (matrix_exchange.group_size(whole, 4), sent_bytes.exchange_bytes(whole, 4, 2)) == (
         1,
         {},
     )

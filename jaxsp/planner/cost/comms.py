@@ -19,13 +19,8 @@ import numpy as np
 
 from jaxsp.attention.strategies import nodes
 from jaxsp.attention.strategies.nodes import Groups, Load
-from jaxsp.attention.strategies.workload import count_workloads
-from jaxsp.blocks import registry
-from jaxsp.core import axes
-from jaxsp.optimizers import optimizer
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction
-from jaxsp.training.specs import StepSpec
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
 
@@ -129,60 +124,6 @@ def sum_node_bytes(collectives: Sequence[Collective], *, node_devices: int) -> f
     return sum(
         (sent.find_load(node_devices).node * sent.total_bytes for sent in collectives), start=0.0
     )
-
-
-def compute_formula_bytes(spec: StepSpec) -> dict[str, float]:
-    """Computes the bytes that a device must send in a step, by operation.
-
-    Adds the formulas of attention, of the weights and of the optimizer. A few bytes of counts and
-    norms, which are summed over the mesh too, are left out.
-    """
-    config = spec.config
-    model = spec.model
-    num_microbatches = spec.num_microbatches
-    num_extra_passes = spec.remat_policy.num_extra_passes(model.num_layers)
-    num_scoring_passes = int(spec.scores_pairs_first)
-    weight_bytes = spec.gather.sent_bytes(
-        spec.table,
-        num_replicas=spec.mesh.shape[axes.REPLICA],
-        num_microbatches=num_microbatches,
-        num_extra_passes=num_extra_passes,
-        num_scoring_passes=num_scoring_passes,
-    )
-    layers = count_workloads(config.rows, model, remat=spec.remat_policy.remat)
-    totals = collections.Counter(weight_bytes)
-    totals.update(
-        optimizer.sent_bytes(
-            config.optimizer,
-            spec.table,
-            num_shards=spec.gather.num_shards,
-            itemsize=spec.dtype.itemsize,
-        )
-    )
-    num_passes = num_extra_passes + num_scoring_passes
-    for layer, num_layers in layers.items():
-        layer_bytes: dict[str, float] = dict(spec.attend.strategy.sent_bytes(layer))
-        recomputed = dataclasses.replace(layer, remat="full", has_other_kinds=True)
-        with_recomputation = spec.attend.strategy.sent_bytes(recomputed)
-        without = spec.attend.strategy.sent_bytes(dataclasses.replace(recomputed, remat="none"))
-        for operation, size in with_recomputation.items():
-            forward = size - without.get(operation, 0)
-            layer_bytes[operation] = layer_bytes.get(operation, 0) + num_passes * forward
-        totals.update(
-            {
-                operation: num_microbatches * num_layers * size
-                for operation, size in layer_bytes.items()
-            }
-        )
-    for block, num_layers in collections.Counter(layer.mixer for layer in model.layers).items():
-        mixer_bytes = registry.MIXERS[block].sent_bytes(model, spec.workload)
-        totals.update(
-            {
-                operation: num_microbatches * num_layers * size
-                for operation, size in mixer_bytes.items()
-            }
-        )
-    return dict(totals)
 
 
 def find_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:

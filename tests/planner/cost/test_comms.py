@@ -4,15 +4,14 @@ import jax
 import pytest
 
 from jaxsp.attention.attend import SCOPE as ATTENTION_SCOPE
-from jaxsp.blocks import delta_net, registry
-from jaxsp.blocks.config import DELTA_NET
+from jaxsp.blocks import delta_net
 from jaxsp.core import axes
 from jaxsp.optimizers import matrix_exchange
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
 from jaxsp.sharding import sharding
 from tests.messages import assert_names
-from tests.planner import programs
+from tests.planner import programs, sent_bytes
 
 FEW_BYTES = 1024
 """Bytes of counts, the loss and gradient norms, which are summed over the mesh too."""
@@ -21,7 +20,7 @@ FEW_BYTES = 1024
 def check(step, *, dtype, remat="save_attention"):
     """A step sends the bytes of the formulas, and nothing else."""
     actual = comms.parse_collectives(step.dump.hlo_text)
-    expected = comms.compute_formula_bytes(step.spec)
+    expected = sent_bytes.step_bytes(step.spec)
     assert step.spec.remat_policy.remat == remat
     assert (
         comms.sum_bytes(actual, operation="all-gather", dtype=dtype)
@@ -95,7 +94,7 @@ def test_a_gpu_program_of_a_ring_sends_only_windows(window):
     config = programs.settings(*words, model_type="mistral", sliding_window=window)
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))
     sent = comms.parse_collectives(step.dump.hlo_text)
-    expected = comms.compute_formula_bytes(step.spec)
+    expected = sent_bytes.step_bytes(step.spec)
     assert expected["collective-permute"] > 0
     assert comms.sum_bytes(sent, operation="collective-permute") == expected["collective-permute"]
 
@@ -118,7 +117,7 @@ def test_a_gpu_program_sends_the_bytes_of_the_optimizer(name):
     )
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))
     sent = comms.parse_collectives(step.dump.hlo_text)
-    expected = comms.compute_formula_bytes(step.spec)
+    expected = sent_bytes.step_bytes(step.spec)
     for kind in ("all-gather", "reduce-scatter", "all-to-all"):
         assert comms.sum_bytes(sent, operation=kind) == expected[kind]
     assert 0 <= comms.sum_bytes(sent, operation="all-reduce") - expected["all-reduce"] < FEW_BYTES
@@ -140,7 +139,7 @@ def test_a_quantized_base_is_sent_quantized_and_only_adapters_have_gradients():
     config = programs.settings(*words)
     step = programs.step(config, compiled.make_devices("h100-80gb", 4))
     sent = comms.parse_collectives(step.dump.hlo_text)
-    expected = comms.compute_formula_bytes(step.spec)
+    expected = sent_bytes.step_bytes(step.spec)
     for operation in ("all-gather", "reduce-scatter"):
         assert comms.sum_bytes(sent, operation=operation) == expected[operation]
     params = jax.tree.leaves(step.spec.table["layers"])
@@ -203,8 +202,7 @@ def test_delta_nets_send_maps_of_states_and_the_tokens_before_a_span(strategy, o
     )
     step = programs.step(config, jax.devices()[:4])
     sent = comms.parse_collectives(step.dump.hlo_text)
-    mixer = registry.MIXERS[DELTA_NET]
-    expected = mixer.sent_bytes(step.spec.model, step.spec.workload)
+    expected = sent_bytes.delta_net_bytes(step.spec.model, step.spec.workload)
     assert expected.keys() == operations
     for operation, size in expected.items():
         actual = comms.sum_bytes(sent, operation=operation, scope=delta_net.SCOPE)
