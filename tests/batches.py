@@ -112,7 +112,7 @@ def make_rope(head_dim: int, **group: Any) -> Rope:
         max_position_embeddings=None,
         row_tokens=None,
     )
-    return rope_types.parse(inputs, field="rope_parameters")
+    return rope_types.parse(inputs)
 
 
 def make_config(

@@ -1,8 +1,7 @@
 """Checks of a config.json: fields that jaxsp reads, ignores or refuses.
 
-A config.json describes more than jaxsp does. Implemented fields are read, and fields that do not
-change training are ignored. Every other field is refused by name: a feature that is silently left
-out gives plausible losses of another model.
+Implemented fields are read, and fields that do not change training are ignored. Every other field
+is refused by name: a feature that is silently left out gives plausible losses of another model.
 """
 
 from collections.abc import Iterator
@@ -19,14 +18,14 @@ from jaxsp.hf.families import (
     Family,
     MultimodalFamily,
 )
-from jaxsp.hf.rope import rope_checks, rope_forms
+from jaxsp.hf.rope import rope_forms
 
 _WINDOW_FIELDS = {*QWEN_WINDOW_FIELDS, *TYPED_WINDOW_FIELDS}
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of the MLP's gate: names in config.json, and in ModelConfig."""
 
-_SIZE_EXAMPLES = {
+_EXAMPLES = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -34,10 +33,7 @@ _SIZE_EXAMPLES = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "intermediate_size": 14336,
-}
-
-_ALL_EXAMPLES = {
-    **_SIZE_EXAMPLES,
+    # only some families have the others
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
@@ -51,17 +47,19 @@ _ALL_EXAMPLES = {
     "moe_intermediate_size": 768,
     "shared_expert_intermediate_size": 512,
 }
-"""Also sizes of delta nets and of experts, which only some families have."""
+"""Sizes of a model, and examples."""
 
-_DERIVED_SIZES = ("num_key_value_heads", "head_dim")
-"""Sizes that may be left out if the family derives them from the others."""
+_COMMON_SIZES = tuple(_EXAMPLES)[:7]
+"""Those that all families have."""
 
-_SWITCH_FIELDS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+_BIAS_FIELDS = ("attention_bias", "mlp_bias")
+
+_SWITCH_FIELDS = ("tie_word_embeddings", *_BIAS_FIELDS)
 
 TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 PASSED_FIELDS = (
-    *_SIZE_EXAMPLES,
+    *_COMMON_SIZES,
     *_SWITCH_FIELDS,
     *TOKEN_ID_FIELDS,
     *rope_forms.FIELDS,
@@ -80,7 +78,6 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "pretraining_tp": ((1,), "matrix products are not sliced"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
     "use_mrope": ((False,), "positions have one dimension"),
-    "quantization_config": ((), "weights must not be quantized"),
     "is_encoder_decoder": ((False,), _DECODER_ONLY),
     "add_cross_attention": ((False,), _DECODER_ONLY),
     "per_layer_config": ((), "all layers are alike"),
@@ -88,12 +85,11 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Fields with a fixed meaning in jaxsp: the values that match it, and the reason."""
 
-_SUGGESTIONS = {
-    "quantization_config": "Name the model from which it was quantized (often the same name "
-    "without FP8, bnb-4bit, GPTQ or AWQ) as model.source; adapter.quantization=nf4 or int8 "
-    "quantizes its frozen weights",
-}
-"""Suggestions for fields that describe the weights, so that null would not change them."""
+_QUANTIZED = (
+    "is not implemented: weights must not be quantized. Name the model from which it was quantized "
+    "(often the same name without FP8, bnb-4bit, GPTQ or AWQ) as model.source; "
+    "adapter.quantization=nf4 or int8 quantizes its frozen weights."
+)
 
 _IGNORED_FIELDS = frozenset(
     """
@@ -103,11 +99,10 @@ _IGNORED_FIELDS = frozenset(
     id2label label2id num_labels problem_type task_specific_params tokenizer_class max_length
     min_length do_sample temperature top_k top_p typical_p repetition_penalty num_beams
     num_return_sequences _sliding_window_pattern is_llama_config transformers.js_config
-    unsloth_fixed unsloth_version
+    unsloth_fixed unsloth_version quantization_config
     """.split()
 )
 """Fields that do not change training, or that are checked separately."""
-
 
 _MULTIMODAL_FIELDS = frozenset(
     """
@@ -133,42 +128,38 @@ def find_problems(
     """
     accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS, *family.own_fields}
     accepted |= {*family.values, "layer_types"}
-    accepted -= {*_SWITCH_FIELDS} - {*family.bias_fields, *family.values, "tie_word_embeddings"}
+    accepted -= {*_BIAS_FIELDS} - {*family.bias_fields, *family.values}
     if family.window_fields:
         accepted -= _WINDOW_FIELDS - {*family.window_fields, "layer_types"}
-    problems = [
-        *(
-            f"{path}.{name}: missing. There is no size that suits every model; "
-            f"for example {path}.{name}={_ALL_EXAMPLES[name]}."
-            for name in find_missing_sizes(fields, family)
-        ),
-        *(f"{path}.{problem}" for problem in _type_problems(fields)),
-        *(f"{path}.{problem}" for problem in _feature_problems(fields, family, accepted, defaults)),
-        *rope_checks.find_problems(fields, path, family.rope),
-    ]
+    missing = (
+        f"{name}: missing. There is no size that suits every model; "
+        f"for example {path}.{name}={_EXAMPLES[name]}."
+        for name in find_missing_sizes(fields, family)
+    )
+    found = (*missing, *_find_field_problems(fields, family, accepted, defaults))
+    problems = [f"{path}.{problem}" for problem in found]
+    problems += rope_forms.find_problems(fields, path, family.rope)
     # computing with sizes that are missing or not numbers would only repeat those problems
-    return problems or [f"{path}.{problem}" for problem in _size_problems(fields, defaults)]
+    return problems or [f"{path}.{problem}" for problem in _find_size_problems(fields, defaults)]
 
 
 def find_multimodal_problems(
     fields: dict[str, Any], family: MultimodalFamily, defaults: dict[str, Any], path: str
 ) -> list[str]:
-    """Problems of a multimodal model's config.json, except those of its text_config.
-
-    Args: as for `find_problems`.
-    """
+    """Problems of a multimodal model's config.json, except those of its text_config."""
     accepted = {*_MULTIMODAL_FIELDS, *TOKEN_ID_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
     outer = Family(architecture=family.architecture, values=family.values)
-    problems = [*_type_problems(fields), *_feature_problems(fields, outer, accepted, defaults)]
+    problems = _find_field_problems(fields, outer, accepted, defaults)
     return [f"{path}.{problem}" for problem in problems]
 
 
 def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
     """Names of the sizes that a config.json must have and lacks."""
-    required = {*_SIZE_EXAMPLES} - {*_DERIVED_SIZES} | {*family.required_fields}
+    optional = {"num_key_value_heads", "head_dim"}  # derived from the others
     if not family.has_mlp:
-        required -= {"intermediate_size"}
-    return [name for name in _ALL_EXAMPLES if name in required and name not in fields]
+        optional.add("intermediate_size")
+    required = {*_COMMON_SIZES} - optional | {*family.required_fields}
+    return [name for name in _EXAMPLES if name in required and name not in fields]
 
 
 _MAX_NUMBER = 10_000
@@ -188,7 +179,7 @@ _TOKEN_IDS = Rule(
 _ACTIVATION = Rule(lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS))
 
 _RULES = {
-    **dict.fromkeys((*_ALL_EXAMPLES, "max_position_embeddings"), _COUNT),
+    **dict.fromkeys((*_EXAMPLES, "max_position_embeddings"), _COUNT),
     **dict.fromkeys(
         (
             *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -245,26 +236,21 @@ _RULES = {
 }
 
 
-def _type_problems(fields: dict[str, Any]) -> Iterator[str]:
-    """Values of the wrong type among the fields that are read."""
-    names = (name for name in _RULES if name in fields)
-    found = (json_values.find_problem(_RULES, name, fields[name]) for name in names)
-    return filter(None, found)
-
-
-def _feature_problems(
+def _find_field_problems(
     fields: dict[str, Any], family: Family, accepted: set[str], defaults: dict[str, Any]
 ) -> Iterator[str]:
-    """Fields that require what is not implemented, and unknown fields."""
+    """Values of the wrong type, fields that are not implemented, and unknown fields."""
+    names = (name for name in _RULES if name in fields)
+    yield from filter(None, (json_values.find_problem(_RULES, x, fields[x]) for x in names))
     for name, value in fields.items():
         problem = None
-        if name == "quantization_config" and isinstance(value, dict):
-            if value.get("quant_method") in family.quant_methods:
-                continue
-        if name in family.values:
-            problem = _value_problem(name, value, family.values[name], f"for {family.architecture}")
+        if name == "quantization_config":
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            problem = None if method in family.quant_methods else _QUANTIZED
+        elif name in family.values:
+            problem = _find_value_problem(value, family.values[name], f"for {family.architecture}")
         elif name in _SUPPORTED_VALUES and not (family.window_fields and name in _WINDOW_FIELDS):
-            problem = _value_problem(name, value, *_SUPPORTED_VALUES[name])
+            problem = _find_value_problem(value, *_SUPPORTED_VALUES[name])
         elif name == "layer_types":
             # whether they agree with the window is checked when the window is read
             if not isinstance(value, list) or not {*map(str, value)} <= {*family.layer_types}:
@@ -303,18 +289,17 @@ def _is_architecture(value: Any, fields: dict[str, Any], family: Family) -> bool
     return is_one_score and value == [reward_architecture(fields["model_type"])]
 
 
-def _value_problem(name: str, value: Any, supported: tuple[Any, ...], reason: str) -> str | None:
+def _find_value_problem(value: Any, supported: tuple[Any, ...], reason: str) -> str | None:
     """Problem of a field with a fixed meaning, or None."""
     if value in supported:
         return None
-    if name in _SUGGESTIONS:
-        return f"is not implemented: {reason}. {_SUGGESTIONS[name]}."
     suggestions = [f"Use {format_value(fixed)}" for fixed in supported] or ["Write null"]
     return f"is not implemented: {reason}. {', or '.join([*suggestions, 'leave it out'])}."
 
 
-def _size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
+def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
     """Sizes that do not fit together. Args: defaults: those of transformers."""
+    given = defaults | fields
     num_heads = fields["num_attention_heads"]
     hidden_size = fields["hidden_size"]
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
@@ -349,11 +334,10 @@ def _size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator
             f"linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
         )
-    yield from _expert_problems(fields, defaults)
+    yield from _find_expert_problems(given, fields)
     for name in ("linear_a_log", "linear_dt"):
-        low, high = (
-            (defaults | fields).get(f"{name}_{end}", end == "max") for end in ("min", "max")
-        )
+        low = given.get(f"{name}_min", 0)
+        high = given.get(f"{name}_max", 1)
         if low >= high:
             yield f"{name}_min = {low}: must be below {name}_max, which is {high}."
     num_layers = fields["num_hidden_layers"]
@@ -365,8 +349,8 @@ def _size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator
     )
 
 
-def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
-    """Numbers of experts that do not fit together. Args: as in `_size_problems`."""
+def _find_expert_problems(given: dict[str, Any], fields: dict[str, Any]) -> Iterator[str]:
+    """Numbers of experts that do not fit together. Args: given: also transformers' defaults."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((fields[name] for name in names if name in fields), None)
     num_chosen = fields.get("num_experts_per_tok")
@@ -378,9 +362,8 @@ def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterat
             f"{num_experts}."
         )
         return
-    num_groups, num_chosen_groups = (
-        (defaults | fields).get(name, 1) for name in ("n_group", "topk_group")
-    )
+    num_groups = given.get("n_group", 1)
+    num_chosen_groups = given.get("topk_group", 1)
     if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
         yield (
             f"n_group = {num_groups}: must divide n_routed_experts, which is {num_experts}, "

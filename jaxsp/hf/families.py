@@ -17,8 +17,8 @@ from jaxsp.blocks.block_config import (
     NormNames,
 )
 from jaxsp.blocks.config import ATTENTION, DELTA_NET, QueryScale
-from jaxsp.hf.rope.rope_fields import ORIGINAL
-from jaxsp.hf.rope.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION, RopeSupport
+from jaxsp.hf.rope.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION
+from jaxsp.hf.rope.rope_types import ORIGINAL, RopeSupport
 
 LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
 
