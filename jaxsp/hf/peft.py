@@ -325,18 +325,13 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         missing, surplus, misshapen = weights.compare(stored, shapes)
         head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
         surplus = [name for name in surplus if name != head]
-        problems = [
-            f"{title} {weights.abbreviate(names)}. Use an adapter of this model, as PEFT's "
-            "save_pretrained writes it."
-            for title, names in (
-                ("missing tensors:", missing),
-                ("tensors of neither its target_modules nor its modules_to_save:", surplus),
-                ("tensors of another shape than the model's:", misshapen),
-            )
-            if names
-        ]
-        if problems:
-            raise UserError(problems)
+        suggestion = "Use an adapter of this model, as PEFT's save_pretrained writes it"
+        neither = "tensors of neither its target_modules nor its modules_to_save:"
+        weights.refuse(
+            (missing, "missing tensors:", suggestion),
+            (surplus, neither, suggestion),
+            (misshapen, "tensors of another shape than the model's:", suggestion),
+        )
         read = {name: stored[name] for name in shapes}
         reader = WeightReader(source=source, tensors=read, left_out="")
         if head in stored and head not in shapes:

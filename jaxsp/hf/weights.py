@@ -1,7 +1,6 @@
 """Weights of a Hugging Face folder, checked before any of them is read."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import shlex
@@ -55,22 +54,24 @@ class WeightReader:
             index: a slice for each dim of `param.shape`.
         Raises: UserError if the file has changed since it was checked.
         """
-        if param.expert_layout is not None:
-            return self._read_adapter(param, layer, index)
         num_stacked = 0 if param.num_experts is None else 1
         experts = index[:num_stacked]
         rows, *others = index[num_stacked:]
         numbers = np.arange(param.matrix_shape[0])[rows]
         if param.hf_rows is not None:
             numbers = param.hf_rows.find(numbers)
+        views = [self.tensors[name] for _, name in param.list_tensors(layer)]
+        if param.expert_layout is not None:  # of an adapter, whose whole tensor is read
+            whole = self.read_slice(views[0], 2 * (slice(None),))
+            return param.view_matrices(whole)[*experts, :, *others].take(numbers, axis=1)
         first, stop = (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
         matrix: Index = (slice(first, stop), *others)
         if param.is_transposed:
             matrix = matrix[::-1]
-        views = [self.tensors[name] for _, name in param.list_tensors(layer)]
         if param.has_tensor_per_expert:
             chosen = views[experts[0]]
-            parts = self._read_views([(view, matrix) for view in chosen or views[:1]])
+            with at(self.source.field, self.source.source), tensors.open_files() as read:
+                parts = [view.read(matrix, read) for view in chosen or views[:1]]
             array = np.stack(parts)[: len(chosen)]  # an empty stack has the matrix's shape too
         else:
             array = self.read_slice(views[0], (*experts, *matrix))
@@ -82,39 +83,12 @@ class WeightReader:
 
     def list_files(self) -> list[pathlib.Path]:
         """Files that the tensors are in."""
-        stored = (
-            tensor
-            for view in self.tensors.values()
-            for tensor, _ in view.list_slices(tuple(slice(None) for _ in view.shape))
-        )
-        return sorted({tensor.file for tensor in stored})
-
-    def _read_adapter(self, param: Parameter, layer: int | None, index: Index) -> np.ndarray:
-        """A slice of an adapter's matrices of all experts, whose whole tensor is read."""
-        whole = self.read_slice(self.tensors[param.tensor_name(layer)], 2 * (slice(None),))
-        experts, rows, columns = index
-        numbers = np.arange(param.matrix_shape[0])[rows]
-        if param.hf_rows is not None:
-            numbers = param.hf_rows.find(numbers)
-        return param.view_matrices(whole)[experts, :, columns].take(numbers, axis=1)
+        return sorted({part.file for view in self.tensors.values() for part in view.list_stored()})
 
     def read_slice(self, tensor: TensorView, index: Index) -> np.ndarray:
         """Returns a slice of any tensor, like `read`."""
-        return self._read_views([(tensor, index)])[0]
-
-    def _read_views(self, parts: list[tuple[TensorView, Index]]) -> list[np.ndarray]:
-        """Slices of tensors; each file is opened once for all that follow each other in it."""
-        lists = [view.list_slices(index) for view, index in parts]
-        stored: list[np.ndarray] = []
-        chained = itertools.chain(*lists)
-        with at(self.source.field, self.source.source):
-            for file, in_file in itertools.groupby(chained, lambda part: part[0].file):
-                stored += tensors.read_slices(file, in_file)
-        slices = iter(stored)
-        return [
-            view.join(index, list(itertools.islice(slices, len(members))))
-            for (view, index), members in zip(parts, lists, strict=True)
-        ]
+        with at(self.source.field, self.source.source), tensors.open_files() as read:
+            return tensor.read(index, read)
 
 
 def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
@@ -148,8 +122,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         divided = {} if family is None else family.divided_tensors
         views = tensors.divide_rows(stored, shapes, divided)
         views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
-        if problems := _find_differences(views, shapes, source):
-            raise UserError(problems)
+        _check_tensors(views, shapes, source)
         reader = WeightReader(
             source=source,
             tensors={name: views[name] for name in shapes},
@@ -205,12 +178,10 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
                 f"{problem} and no {folder.INDEX_FILE}, only {abbreviate(shards)}. {_COPY_AGAIN}."
             )
         pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
-        command, out = _conversion(source)
         instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
         raise UserError(
             f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where "
-            f"torch is installed, convert them to safetensors: {command}, then "
-            f"{source.field}={out}."
+            f"torch is installed, convert them to safetensors: {_suggest_conversion(source)}."
         )
     problems = ProblemCollector()
     absent = [name for name in files if not (source.path / name).is_file()]
@@ -236,8 +207,8 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
     return stored
 
 
-def _conversion(source: ModelFolder) -> tuple[str, str]:
-    """The command with which transformers writes a model anew, and the folder that it writes."""
+def _suggest_conversion(source: ModelFolder) -> str:
+    """Command with which transformers writes a model anew, and the field for its new folder."""
     out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
     source_name = json.dumps(source.source)
     out_name = json.dumps(out)
@@ -249,7 +220,7 @@ def _conversion(source: ModelFolder) -> tuple[str, str]:
         f".save_pretrained({out_name}); "
         f"t.AutoTokenizer.from_pretrained({source_name}).save_pretrained({out_name})"
     )
-    return f"python -c {shlex.quote(code)}", out
+    return f"python -c {shlex.quote(code)}, then {source.field}={out}"
 
 
 def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
@@ -279,10 +250,10 @@ def compare(
     return missing, surplus, misshapen
 
 
-def _find_differences(
+def _check_tensors(
     stored: Mapping[str, TensorView], shapes: dict[str, tuple[int, ...]], source: ModelFolder
-) -> list[str]:
-    """A line for each kind of difference between the stored tensors and those of the model."""
+) -> None:
+    """Raises UserError for differences between the stored tensors and those of the model."""
     missing, surplus, misshapen = compare(stored, shapes)
     surplus = [name for name in surplus if not name.endswith(_IGNORED_SUFFIX)]
     unsupported = [
@@ -299,22 +270,27 @@ def _find_differences(
     dtypes = errors.format_choices(tensors.DTYPES)
     leave_out = ""
     if not missing and not misshapen:
-        command, out = _conversion(source)
         leave_out = (
             ". If the model works without them (such as a value head), transformers leaves them "
-            f"out, where torch is installed: {command}, then {source.field}={out}"
+            f"out, where torch is installed: {_suggest_conversion(source)}"
         )
-    problems = (
+    refuse(
         (missing, "missing tensors:", f"{matching}{tie}, or copy or download the folder again"),
         (surplus, "tensors that the model of config.json does not have:", matching + leave_out),
         (misshapen, "tensors of another shape than in config.json:", matching),
         (unsupported, f"tensors that are not {dtypes}:", "Use a model that is not quantized"),
     )
-    return [
-        f"{problem} {abbreviate(names)}. {suggestion}."
-        for names, problem, suggestion in problems
+
+
+def refuse(*differences: tuple[list[str], str, str]) -> None:
+    """Raises UserError if there are any tensors. Args: their names, a title, and a suggestion."""
+    problems = [
+        f"{title} {abbreviate(names)}. {suggestion}."
+        for names, title, suggestion in differences
         if names
     ]
+    if problems:
+        raise UserError(problems)
 
 
 def is_same_tensor(reader: WeightReader, head: StoredTensor, embedding: StoredTensor) -> bool:
