@@ -43,9 +43,10 @@ from jaxsp.core.units import format_count
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
+from jaxsp.hf import folder, model_config, multimodal, peft, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.model_source import ModelSourceConfig
+from jaxsp.hf.weights import open_other_parts
 from jaxsp.optimizers import param_groups
 from jaxsp.run import build, config_file, initial_weights, jax_limits, merging
 from jaxsp.run.config_file import Config
@@ -255,9 +256,9 @@ def save_model(
     field = str(model_folder.path / "config.json")
     fields = model_config.resolve_fields(model_folder.config_fields, config, field=field)
     parts = None
-    if other_parts.are_exported(fields):
+    if multimodal.are_exported(fields):
         whole = model_folder if source is None else folder.find(source, field="source")
-        parts = other_parts.open_folder(whole, spec.model)
+        parts = open_other_parts(whole, spec.model)
     elif source is not None:
         raise UserError(
             f"source = {source}: {fields['model_type']} is saved without parts of another folder. "
@@ -297,7 +298,7 @@ def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, spec: M
         model=spec.model,
         base=source.source,
         directory=directory,
-        is_multimodal=text_part.is_multimodal(source.path),
+        is_multimodal=multimodal.is_multimodal(source.path),
         small_files=source.path,
     )
 

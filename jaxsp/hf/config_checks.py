@@ -12,11 +12,12 @@ from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.hf.families import (
-    FAMILIES,
     QWEN_WINDOW_FIELDS,
     TYPED_WINDOW_FIELDS,
     Family,
     MultimodalFamily,
+    find_architecture,
+    find_reward_architecture,
 )
 from jaxsp.hf.rope import rope_forms
 
@@ -126,9 +127,8 @@ def find_problems(
         defaults: transformers' defaults for this model_type.
         path: name of the config in messages, for example `model.config`.
     """
-    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS, *family.own_fields}
-    accepted |= {*family.values, "layer_types"}
-    accepted -= {*_BIAS_FIELDS} - {*family.bias_fields, *family.values}
+    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS} - {*_BIAS_FIELDS}
+    accepted |= {*family.own_fields, *family.values, "layer_types"}
     if family.window_fields:
         accepted -= _WINDOW_FIELDS - {*family.window_fields, "layer_types"}
     missing = (
@@ -148,9 +148,8 @@ def find_multimodal_problems(
 ) -> list[str]:
     """Problems of a multimodal model's config.json, except those of its text_config."""
     accepted = {*_MULTIMODAL_FIELDS, *TOKEN_ID_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
-    outer = Family(architecture=family.architecture, values=family.values)
-    problems = _find_field_problems(fields, outer, accepted, defaults)
-    return [f"{path}.{problem}" for problem in problems]
+    found = _find_field_problems(fields, Family(values=family.values), accepted, defaults)
+    return [f"{path}.{problem}" for problem in found]
 
 
 def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
@@ -240,6 +239,7 @@ def _find_field_problems(
     fields: dict[str, Any], family: Family, accepted: set[str], defaults: dict[str, Any]
 ) -> Iterator[str]:
     """Values of the wrong type, fields that are not implemented, and unknown fields."""
+    architecture = find_architecture(fields["model_type"])
     names = (name for name in _RULES if name in fields)
     yield from filter(None, (json_values.find_problem(_RULES, x, fields[x]) for x in names))
     for name, value in fields.items():
@@ -248,7 +248,7 @@ def _find_field_problems(
             method = value.get("quant_method") if isinstance(value, dict) else None
             problem = None if method in family.quant_methods else _QUANTIZED
         elif name in family.values:
-            problem = _find_value_problem(value, family.values[name], f"for {family.architecture}")
+            problem = _find_value_problem(value, family.values[name], f"for {architecture}")
         elif name in _SUPPORTED_VALUES and not (family.window_fields and name in _WINDOW_FIELDS):
             problem = _find_value_problem(value, *_SUPPORTED_VALUES[name])
         elif name == "layer_types":
@@ -256,8 +256,8 @@ def _find_field_problems(
             if not isinstance(value, list) or not {*map(str, value)} <= {*family.layer_types}:
                 types = errors.format_choices(family.layer_types)
                 problem = f"is not implemented: layers must have {types}. Leave it out."
-        elif name == "architectures" and not _is_architecture(value, fields, family):
-            problem = f"is not implemented: jaxsp trains {family.architecture}. Leave it out."
+        elif name == "architectures" and not _is_architecture(value, fields):
+            problem = f"is not implemented: jaxsp trains {architecture}. Leave it out."
         elif name not in accepted and (name not in defaults or value != defaults[name]):
             hint = ""
             if name not in PASSED_FIELDS:  # a field of another family is not a typo
@@ -268,25 +268,14 @@ def _find_field_problems(
             yield f"{name} = {format_value(value)}: {problem}"
 
 
-def reward_architecture(model_type: Any) -> str | None:
-    """Name in transformers of a family's reward models; None without one."""
-    # the module itself cannot be imported without torch
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
-    )
-
-    name = str(model_type)  # any value of a config.json
-    return NAMES.get(name) if name in FAMILIES else None
-
-
-def _is_architecture(value: Any, fields: dict[str, Any], family: Family) -> bool:
+def _is_architecture(value: Any, fields: dict[str, Any]) -> bool:
     """True for a language model, and for a reward model with one score."""
-    if value == [family.architecture]:
+    if value == [find_architecture(fields["model_type"])]:
         return True
     labels = fields.get("id2label") or {"0": ""}
     is_one_label = isinstance(labels, dict) and len(labels) == 1
     is_one_score = fields.get("num_labels", 1) == 1 and is_one_label
-    return is_one_score and value == [reward_architecture(fields["model_type"])]
+    return is_one_score and value == [find_reward_architecture(fields["model_type"])]
 
 
 def _find_value_problem(value: Any, supported: tuple[Any, ...], reason: str) -> str | None:

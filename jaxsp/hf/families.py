@@ -32,9 +32,6 @@ TYPED_WINDOW_FIELDS = ("sliding_window", "sliding_window_pattern", "layer_types"
 class Family:
     """Properties of a `model_type` that the fields of its config.json do not give."""
 
-    architecture: str
-    """Class that transformers loads an export with."""
-    bias_fields: tuple[str, ...] = ()
     required_fields: tuple[str, ...] = ()
     """Fields that a config.json must have: transformers' default is the size of one published
     model, which would silently be used for the others."""
@@ -105,8 +102,6 @@ class Family:
 class MultimodalFamily:
     """Properties of a multimodal `model_type`, of which jaxsp trains the text model."""
 
-    architecture: str
-    """Class of the multimodal model in transformers."""
     text_types: tuple[str, ...]
     """Families of the text model; transformers' default is the first."""
     unused_text_fields: tuple[str, ...] = ()
@@ -131,11 +126,10 @@ _GEMMA_NORMS = NormNames(
     post_mlp="post_feedforward_layernorm",
 )
 _GEMMA: dict[str, Any] = {
-    "bias_fields": ("attention_bias",),
     "required_fields": ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
     "window_fields": TYPED_WINDOW_FIELDS,
     "activation_field": "hidden_activation",
-    "fields": ("final_logit_softcapping", "attn_logit_softcapping"),
+    "fields": ("attention_bias", "final_logit_softcapping", "attn_logit_softcapping"),
     "null_fields": ("final_logit_softcapping", "attn_logit_softcapping"),
     "values": {
         "use_bidirectional_attention": (False,),
@@ -160,6 +154,11 @@ def _read_gemma(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_GRANITE_FIELDS = (
+    *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+)
+
+
 def _read_granite(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention_scale": float(given["attention_multiplier"]),
@@ -170,33 +169,28 @@ def _read_granite(given: dict[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM", bias_fields=_BIASES),
+    "llama": Family(fields=_BIASES),
     "mistral": Family(
-        architecture="MistralForCausalLM",
         required_fields=("num_key_value_heads",),
         window_fields=("sliding_window",),
     ),
     "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
         required_fields=("num_key_value_heads",),
         model={"qkv_bias": True},
         window_fields=QWEN_WINDOW_FIELDS,
     ),
     "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        bias_fields=("attention_bias",),
+        fields=("attention_bias",),
         required_fields=("num_key_value_heads", "head_dim"),
         model={"qk_norm": "head"},
         window_fields=QWEN_WINDOW_FIELDS,
     ),
     "gemma2": Family(
-        architecture="Gemma2ForCausalLM",
         **_GEMMA,
         model={"norm": "rms_plus_one", "norm_names": _GEMMA_NORMS},
         read=_read_gemma,
     ),
     "gemma3_text": Family(
-        architecture="Gemma3ForCausalLM",
         **_GEMMA,
         model={"norm": "rms_plus_one", "norm_names": _GEMMA_NORMS, "qk_norm": "head"},
         rope=RopeSupport(
@@ -206,28 +200,23 @@ FAMILIES = {
         read=lambda given: _read_gemma(given) | {"attention_softcap": None},
     ),
     "olmo2": Family(
-        architecture="Olmo2ForCausalLM",
-        bias_fields=("attention_bias",),
+        fields=("attention_bias",),
         model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
     ),
     "olmo3": Family(
-        architecture="Olmo3ForCausalLM",
-        bias_fields=("attention_bias",),
+        fields=("attention_bias",),
         model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
         window_fields=("sliding_window", "layer_types"),
         rope=RopeSupport(layer_types=LAYER_TYPES),
     ),
     "smollm3": Family(
-        architecture="SmolLM3ForCausalLM",
-        bias_fields=_BIASES,
         required_fields=("num_key_value_heads",),
         window_fields=QWEN_WINDOW_FIELDS,
-        fields=("no_rope_layers", "no_rope_layer_interval"),
+        fields=(*_BIASES, "no_rope_layers", "no_rope_layer_interval"),
         has_rope=lambda given, layer: bool(given["no_rope_layers"][layer]),
         values={"pretraining_tp": (1, 2)},  # not used by its code
     ),
     "phi3": Family(
-        architecture="Phi3ForCausalLM",
         model={"has_fused_qkv": True, "has_fused_gate_up": True},
         window_fields=("sliding_window",),
         rope=RopeSupport(
@@ -241,18 +230,9 @@ FAMILIES = {
             "auto_map": (_PHI_CODE, _PHI_CODE | {"AutoTokenizer": "Xenova/gpt-4o"}),
         },
     ),
-    "granite": Family(
-        architecture="GraniteForCausalLM",
-        bias_fields=_BIASES,
-        fields=(
-            *("embedding_multiplier", "attention_multiplier"),
-            *("residual_multiplier", "logits_scaling"),
-        ),
-        read=_read_granite,
-    ),
+    "granite": Family(fields=(*_BIASES, *_GRANITE_FIELDS), read=_read_granite),
     "glm4": Family(
-        architecture="Glm4ForCausalLM",
-        bias_fields=("attention_bias",),
+        fields=("attention_bias",),
         has_output_bias=False,
         required_fields=("num_key_value_heads", "head_dim"),
         model={
@@ -265,7 +245,6 @@ FAMILIES = {
         rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     ),
     "ministral3": Family(
-        architecture="Ministral3ForCausalLM",
         required_fields=("num_key_value_heads", "head_dim"),
         window_fields=("sliding_window",),
         rope=RopeSupport(
@@ -281,8 +260,6 @@ FAMILIES = {
         },
     ),
     "cohere2": Family(
-        architecture="Cohere2ForCausalLM",
-        bias_fields=("attention_bias",),
         model={
             "norm": "layer",
             "norm_names": NormNames(pre_mlp=None),
@@ -291,7 +268,7 @@ FAMILIES = {
         },
         norm_eps_field="layer_norm_eps",
         window_fields=TYPED_WINDOW_FIELDS,
-        fields=("logit_scale",),
+        fields=("attention_bias", "logit_scale"),
         read=lambda given: {"logit_scale": given["logit_scale"]},
         has_rope=lambda given, layer: given["layer_types"][layer] == LAYER_TYPES[1],
         values={
@@ -386,12 +363,12 @@ def _read_experts(
     return {"experts": experts}
 
 
+_QWEN_EXPERTS = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_ROUTER_LOSS)
+
 FAMILIES["qwen3_moe"] = Family(
-    architecture="Qwen3MoeForCausalLM",
-    bias_fields=("attention_bias",),
     required_fields=("num_key_value_heads", "head_dim", *_EXPERT_SIZES),
     model={"qk_norm": "head"},
-    fields=("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_ROUTER_LOSS),
+    fields=("attention_bias", *_QWEN_EXPERTS),
     has_experts=lambda given, layer: (
         layer not in given["mlp_only_layers"] and (layer + 1) % given["decoder_sparse_step"] == 0
     ),
@@ -401,7 +378,6 @@ FAMILIES["qwen3_moe"] = Family(
 )
 
 FAMILIES["mixtral"] = Family(
-    architecture="MixtralForCausalLM",
     required_fields=("num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
     window_fields=("sliding_window",),
     fields=_ROUTER_LOSS,
@@ -421,11 +397,9 @@ FAMILIES["mixtral"] = Family(
 )
 
 FAMILIES["olmoe"] = Family(
-    architecture="OlmoeForCausalLM",
-    bias_fields=("attention_bias",),
     required_fields=("num_experts", "num_experts_per_tok"),
     model={"qk_norm": "projection"},
-    fields=("norm_topk_prob", *_ROUTER_LOSS),
+    fields=("attention_bias", "norm_topk_prob", *_ROUTER_LOSS),
     has_experts=lambda given, layer: True,
     read=lambda given: _read_experts(
         given, "num_experts", "intermediate_size", is_normalized=given["norm_topk_prob"]
@@ -434,12 +408,10 @@ FAMILIES["olmoe"] = Family(
 )
 
 FAMILIES["qwen3_5_text"] = Family(
-    architecture="Qwen3_5ForCausalLM",
-    bias_fields=("attention_bias",),
     required_fields=("num_key_value_heads", "head_dim", *_DELTA_NET_FIELDS),
     model={"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": "q_proj"},
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
-    fields=("full_attention_interval", "layer_types"),
+    fields=("attention_bias", "full_attention_interval", "layer_types"),
     read=_read_delta_net,
     rope=RopeSupport(
         outside_fields=("rope_theta", "partial_rotary_factor"),
@@ -479,7 +451,6 @@ def _read_qwen_experts(
 
 FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     _QWEN3_5,
-    architecture="Qwen3_5MoeForCausalLM",
     required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
     fields=(*_QWEN3_5.fields, *_ROUTER_LOSS),
     has_mlp=False,
@@ -488,18 +459,15 @@ FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     values=_QWEN3_5.values | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
 )
 
-_QWEN3_MOE = FAMILIES["qwen3_moe"]
-
 QWEN3_NEXT_DELTA_NET_NAMES = DeltaNetNames(
     qkv=3 * ("in_proj_qkvz",), gate="in_proj_qkvz", decay="in_proj_ba", strength="in_proj_ba"
 )
 
 FAMILIES["qwen3_next"] = dataclasses.replace(
     _QWEN3_5,
-    architecture="Qwen3NextForCausalLM",
     required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
-    fields=(*_QWEN3_5.fields, *_QWEN3_MOE.fields),
-    has_experts=_QWEN3_MOE.has_experts,
+    fields=(*_QWEN3_5.fields, *_QWEN_EXPERTS),
+    has_experts=FAMILIES["qwen3_moe"].has_experts,
     read=lambda given: _read_qwen_experts(
         given, has_own_names=True, names=QWEN3_NEXT_DELTA_NET_NAMES
     ),
@@ -530,8 +498,6 @@ def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES["glm4_moe"] = Family(
-    architecture="Glm4MoeForCausalLM",
-    bias_fields=("attention_bias",),
     has_output_bias=False,
     required_fields=(
         *("num_key_value_heads", "head_dim", "n_routed_experts", "n_shared_experts"),
@@ -539,7 +505,7 @@ FAMILIES["glm4_moe"] = Family(
     ),
     rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     fields=(
-        *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+        *("attention_bias", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
         *("first_k_dense_replace", "num_nextn_predict_layers", "use_qk_norm"),
     ),
     has_experts=lambda given, layer: layer >= given["first_k_dense_replace"],
@@ -550,10 +516,8 @@ FAMILIES["glm4_moe"] = Family(
 
 FAMILIES["granitemoe"] = dataclasses.replace(
     FAMILIES["granite"],
-    architecture="GraniteMoeForCausalLM",
-    bias_fields=("attention_bias",),
     required_fields=("num_local_experts", "num_experts_per_tok"),
-    fields=(*FAMILIES["granite"].fields, *_ROUTER_LOSS),
+    fields=("attention_bias", *_GRANITE_FIELDS, *_ROUTER_LOSS),
     has_experts=lambda given, layer: True,
     # The softmax of the chosen experts' logits is that of all, divided by their sum
     read=lambda given: (
@@ -574,13 +538,11 @@ FAMILIES["granitemoe"] = dataclasses.replace(
 )
 
 FAMILIES["gpt_oss"] = Family(
-    architecture="GptOssForCausalLM",
     quant_methods=("mxfp4",),
-    bias_fields=("attention_bias",),
     required_fields=("num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok"),
     model={"has_sinks": True},
     window_fields=("sliding_window", "layer_types"),
-    fields=(*_ROUTER_LOSS, "swiglu_alpha", "swiglu_limit"),
+    fields=("attention_bias", *_ROUTER_LOSS, "swiglu_alpha", "swiglu_limit"),
     has_experts=lambda given, layer: True,
     # The softmax of the chosen experts' logits is that of all, divided by their sum
     read=lambda given: _read_experts(
@@ -609,11 +571,12 @@ FAMILIES["gpt_oss"] = Family(
 )
 
 FAMILIES["olmo_hybrid"] = Family(
-    architecture="OlmoHybridForCausalLM",
-    bias_fields=("attention_bias",),
     model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
-    fields=(*_DELTA_NET_FIELDS, *_OLMO_INIT_FIELDS, "linear_allow_neg_eigval", "layer_types"),
+    fields=(
+        *("attention_bias", "linear_allow_neg_eigval", "layer_types"),
+        *(*_DELTA_NET_FIELDS, *_OLMO_INIT_FIELDS),
+    ),
     read=_read_olmo_hybrid,
     rope=RopeSupport(is_optional=True),
     values={"hidden_act": ("silu",)},  # also the activation of the convolutions
@@ -628,9 +591,7 @@ FAMILIES["olmo_hybrid"] = Family(
 
 
 FAMILIES["muse_glimmer_text"] = Family(
-    architecture="MuseGlimmerForConditionalGeneration",
     has_other_parts=True,
-    bias_fields=("attention_bias",),
     required_fields=("num_key_value_heads", "head_dim"),
     model={
         "norm": "rms_plus_one",
@@ -643,7 +604,7 @@ FAMILIES["muse_glimmer_text"] = Family(
     activation_field="hidden_activation",
     window_fields=("sliding_window", "layer_types"),
     fields=(
-        *("qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
+        *("attention_bias", "qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
         *("post_norm_eps", "layer_rope_theta"),
     ),
     null_fields=("final_logit_softcapping",),  # refused by transformers
@@ -660,28 +621,45 @@ FAMILIES["muse_glimmer_text"] = Family(
 
 MULTIMODAL_FAMILIES = {
     "gemma3": MultimodalFamily(
-        architecture="Gemma3ForConditionalGeneration",
         text_types=("gemma3_text",),
         unused_text_fields=("final_logit_softcapping",),
     ),
-    "mistral3": MultimodalFamily(
-        architecture="Mistral3ForConditionalGeneration", text_types=("mistral", "ministral3")
-    ),
+    "mistral3": MultimodalFamily(text_types=("mistral", "ministral3")),
     "qwen3_5": MultimodalFamily(
-        architecture="Qwen3_5ForConditionalGeneration",
         text_types=("qwen3_5_text",),
         values={"language_model_only": (False,), **_NO_MTP},
         other_parts=("visual", "mtp"),
     ),
     "qwen3_5_moe": MultimodalFamily(
-        architecture="Qwen3_5MoeForConditionalGeneration",
         text_types=("qwen3_5_moe_text",),
         values={"language_model_only": (False,), **_NO_MTP},
         other_parts=("visual", "mtp"),
     ),
     "muse_glimmer": MultimodalFamily(
-        architecture="MuseGlimmerForConditionalGeneration",
         text_types=("muse_glimmer_text",),
         other_parts=("vision_tower", "vision_adapter", "vision_projection"),
     ),
 }
+
+
+def find_architecture(model_type: str) -> str:
+    """Returns the class of transformers that an export or a multimodal model is loaded with."""
+    # the module itself cannot be imported without torch
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    if model_type in FAMILIES and not FAMILIES[model_type].has_other_parts:
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type.removesuffix("_text")]
+
+
+def find_reward_architecture(model_type: Any) -> str | None:
+    """Returns the class of a family's reward models in transformers; None without one."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
+    )
+
+    name = str(model_type)  # any value of a config.json
+    return NAMES.get(name) if name in FAMILIES else None

@@ -9,13 +9,15 @@ from jaxsp.blocks.config import ATTENTION, EXPERTS, MLP, LayerConfig, ModelConfi
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError, at
-from jaxsp.hf import config_checks, folder, text_part
+from jaxsp.hf import config_checks, folder, multimodal
 from jaxsp.hf.families import (
     EXTRA_LAYERS_FIELDS,
     FAMILIES,
     LAYER_TYPES,
     MULTIMODAL_FAMILIES,
     Family,
+    find_architecture,
+    find_reward_architecture,
 )
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.hf.rope import context_range, rope_forms, rope_types
@@ -59,7 +61,7 @@ def resolve_fields(
         field: name of the config.json in error messages.
     Raises: UserError if the fields are invalid, or the changes do not fit them.
     """
-    text, text_field = text_part.read_text_fields(fields, field)
+    text, text_field = multimodal.read_text_fields(fields, field)
     family = _find_family(text, text_field)
     if text is fields and model.rope is None and model.max_position_embeddings is None:
         return fields
@@ -119,7 +121,7 @@ def make_config_json(
     _, resolved = _parse_fields(fields, "config.json")
     family = FAMILIES[fields["model_type"]]
     padding_id = read_padding_id(fields)
-    head: dict[str, Any] = {"architectures": [family.architecture]}
+    head: dict[str, Any] = {"architectures": [find_architecture(fields["model_type"])]}
     if is_reward_model(fields):
         # transformers scores the last token of a row that is not pad_token_id. If that were the
         # end token, it would score the one before it; null lets it score one row at a time only
@@ -151,7 +153,7 @@ def make_reward_fields(fields: dict[str, Any], *, field: str) -> dict[str, Any]:
 
     Raises: UserError if transformers has none for the family.
     """
-    architecture = config_checks.reward_architecture(fields.get("model_type"))
+    architecture = find_reward_architecture(fields.get("model_type"))
     if architecture is None:
         raise UserError(
             f"objective.type = reward: {field}: transformers has no model for the scores of "
@@ -163,7 +165,7 @@ def make_reward_fields(fields: dict[str, Any], *, field: str) -> dict[str, Any]:
 
 def is_reward_model(fields: dict[str, Any]) -> bool:
     """True if a config.json is that of a reward model."""
-    architecture = config_checks.reward_architecture(fields.get("model_type"))
+    architecture = find_reward_architecture(fields.get("model_type"))
     return architecture is not None and fields.get("architectures") == [architecture]
 
 
@@ -266,7 +268,7 @@ def _parse_fields(
     if "layer_types" in fields:
         given["layer_types"] = fields["layer_types"]
     has_scores = is_reward_model(given_fields)
-    has_bias = "attention_bias" in family.bias_fields and given["attention_bias"]
+    has_bias = "attention_bias" in family.fields and given["attention_bias"]
     head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
     model = {
         "vocab_size": given["vocab_size"],
@@ -280,7 +282,7 @@ def _parse_fields(
         "activation": config_checks.ACTIVATIONS[given[family.activation_field]],
         "qkv_bias": has_bias,
         "output_bias": has_bias and family.has_output_bias,
-        "mlp_bias": "mlp_bias" in family.bias_fields and given["mlp_bias"],
+        "mlp_bias": "mlp_bias" in family.fields and given["mlp_bias"],
         "padding_id": read_padding_id(given_fields | {"vocab_size": given["vocab_size"]}),
         "tie_embeddings": given["tie_word_embeddings"] and not has_scores,
         "has_scores": has_scores,
@@ -334,8 +336,9 @@ def _parse_layers(
     for layer, theta in enumerate([] if name is None else given[name]):
         # transformers reads only the zeros of this field
         if theta not in (0, groups["rope_theta"]):
+            architecture = find_architecture(given["model_type"])
             raise UserError(
-                f"{path}.{name}[{layer}] = {theta}: is not implemented: {family.architecture} uses "
+                f"{path}.{name}[{layer}] = {theta}: is not implemented: {architecture} uses "
                 f"rope_theta, {groups['rope_theta']}, in every layer that has RoPE. Use that, or 0 "
                 "for none."
             )

@@ -11,13 +11,16 @@ import jax
 import numpy as np
 
 from jaxsp.blocks import layers
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.hf import folder, tensors, text_part
-from jaxsp.hf.families import FAMILIES
+from jaxsp.hf import folder, multimodal, tensors
+from jaxsp.hf.families import FAMILIES, Family
 from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.multimodal import PROCESSOR_FILES, OtherParts
 from jaxsp.hf.tensors import Index, StoredTensor, TensorView
+from jaxsp.model import decoder
 
 _SINGLE_FILE = "model.safetensors"
 
@@ -103,12 +106,12 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         all damaged files.
     """
     with at(source.field, source.source):
-        stored, others = text_part.select_tensors(_read_headers(source), source.config_fields)
+        stored, others = multimodal.select_tensors(_read_headers(source), source.config_fields)
         shapes = tensor_shapes(table)
         stored = _rename(stored, {*shapes, *tensors.fused_names(shapes), _HEAD_NAME})
         embedding_name = table["embedding"].hf_name
         head = None
-        left_out = text_part.describe_left_out(others, source.config_fields)
+        left_out = multimodal.describe_left_out(others, source.config_fields)
         head_name = table["head"].hf_name if "head" in table else _HEAD_NAME
         # A reward model that is made from a language model
         if head_name != _HEAD_NAME and head_name not in stored:
@@ -118,9 +121,8 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         elif "head" not in table and _HEAD_NAME in stored:
             head = stored.pop(_HEAD_NAME)
             stored.setdefault(embedding_name, head)
-        family = FAMILIES.get(str(source.config_fields.get("model_type")))
-        divided = {} if family is None else family.divided_tensors
-        views = tensors.divide_rows(stored, shapes, divided)
+        family = FAMILIES.get(str(source.config_fields.get("model_type")), Family())
+        views = tensors.divide_rows(stored, shapes, family.divided_tensors)
         views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
         _check_tensors(views, shapes, source)
         reader = WeightReader(
@@ -136,6 +138,26 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
                 "tensor that is wrong."
             )
         return reader
+
+
+def open_other_parts(source: ModelFolder, model: ModelConfig) -> OtherParts:
+    """Opens the files of a multimodal checkpoint, after downloading those that are on the hub.
+
+    Args: model: the trained text model; its adapters are left out.
+    Raises: UserError if it is not a multimodal checkpoint, or its text model has other sizes.
+    """
+    if multimodal.find_family(source.config_fields) is None:
+        raise UserError(
+            f"{source.field} = {source.source}: has only a text model, for which transformers has "
+            "no class. Give a multimodal checkpoint, whose other parts are copied into the export: "
+            "`jaxsp export --source`, or `library.save_model(..., source=...)`."
+        )
+    reader = open_folder(source, decoder.plain_table(model))
+    source.download_files(PROCESSOR_FILES)
+    # no family with other parts has divided tensors
+    stored = {name: view.list_stored()[0] for name, view in reader.tensors.items()}
+    text_names = {name: tensor.name for name, tensor in stored.items()}
+    return OtherParts(source=source, text_names=text_names, tensors=reader.other_tensors)
 
 
 def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, StoredTensor]:
@@ -212,7 +234,7 @@ def _suggest_conversion(source: ModelFolder) -> str:
     out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
     source_name = json.dumps(source.source)
     out_name = json.dumps(out)
-    family = text_part.find_family(source.config_fields)
+    family = multimodal.find_family(source.config_fields)
     auto_class = FAMILIES[family.text_types[0]].auto_class if family else "AutoModelForCausalLM"
     code = (
         "import transformers as t; "
@@ -264,7 +286,7 @@ def _check_tensors(
     matching = "Use the config.json that belongs to these weights"
     tie = ""
     if missing == [_HEAD_NAME]:
-        is_multimodal = text_part.find_family(source.config_fields) is not None
+        is_multimodal = multimodal.find_family(source.config_fields) is not None
         places = "it and in its text_config" if is_multimodal else "it"
         tie = f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
     dtypes = errors.format_choices(tensors.DTYPES)

@@ -21,7 +21,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, tensors
-from jaxsp.hf.other_parts import PROCESSOR_FILES, OtherParts, are_exported
+from jaxsp.hf.multimodal import PROCESSOR_FILES, OtherParts, are_exported
 from jaxsp.hf.tensors import StoredTensor
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def export_model(
         small_files: folder whose tokenizer, chat template and generation config are copied
             unchanged.
         other_parts: parts that are copied unchanged beside the text model; required if the model's
-            export has them (`other_parts.are_exported`), else None.
+            export has them (`multimodal.are_exported`), else None.
     Memory:
         In addition to `master`, the weights of one file of `max_shard_size` at a time, in `dtype`.
     Raises: UserError if the folder exists and is not empty, or cannot be written.
@@ -90,7 +90,7 @@ def export_model(
         elif tokenizer is not None:
             tokenizer.save_pretrained(target)
         if other_parts is not None:
-            folder.copy_small_files(other_parts.folder, target, patterns=PROCESSOR_FILES)
+            folder.copy_small_files(other_parts.source.path, target, patterns=PROCESSOR_FILES)
         plan = huggingface_hub.split_state_dict_into_shards_factory(
             named,
             get_storage_size=lambda tensor: tensor.num_bytes(jnp.dtype(dtype)),
