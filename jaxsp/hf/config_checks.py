@@ -177,62 +177,54 @@ _TOKEN_IDS = Rule(
 )
 _ACTIVATION = Rule(lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS))
 
-_RULES = {
-    **dict.fromkeys((*_EXAMPLES, "max_position_embeddings"), _COUNT),
-    **dict.fromkeys(
-        (
-            *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-            *("linear_num_key_heads", "linear_num_value_heads"),
-            *("num_experts", "num_local_experts", "num_experts_per_tok"),
-            *("n_routed_experts", "n_shared_experts", "n_group", "topk_group"),
-        ),
-        _FEW,
-    ),
-    "linear_conv_kernel_dim": Rule(lambda x: _is_size(x) and x > 1, "a whole number from 2"),
-    "full_attention_interval": _COUNT,
-    "decoder_sparse_step": _COUNT,
-    "mlp_only_layers": Rule(
-        lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)), "a list of layers"
-    ),
-    **dict.fromkeys(("norm_topk_prob", "use_qk_norm", "output_router_logits"), SWITCH),
-    **dict.fromkeys(
-        ("first_k_dense_replace", "num_nextn_predict_layers"),
-        Rule(lambda x: x == 0 or _is_size(x), "a whole number from 0"),
-    ),
-    "router_aux_loss_coef": NOT_NEGATIVE,
-    **dict.fromkeys(("linear_a_log_min", "linear_dt_min"), NOT_NEGATIVE),
-    **dict.fromkeys(("linear_a_log_max", "linear_dt_max", "linear_dt_init_floor"), POSITIVE),
-    "rms_norm_eps": POSITIVE,
-    "initializer_range": Rule(
-        lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1"
-    ),
-    **dict.fromkeys((*_SWITCH_FIELDS, "use_sliding_window", "linear_allow_neg_eigval"), SWITCH),
-    **dict.fromkeys(TOKEN_ID_FIELDS, _TOKEN_IDS),
-    "pad_token_id": Rule(json_values.is_integer, "a token id, or null"),
-    "sliding_window": Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null"),
-    "max_window_layers": Rule(json_values.is_integer, "a whole number"),
-    "sliding_window_pattern": _COUNT,
-    "no_rope_layer_interval": _COUNT,
-    "no_rope_layers": Rule(
+_LAYERS = Rule(
+    lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)), "a list of layers"
+)
+_THETAS = Rule(_LAYERS.is_valid, "a list of rope_theta, or 0 for no RoPE, for each layer")
+
+_NAMES_BY_RULE = {
+    _FEW: """
+        num_hidden_layers num_attention_heads num_key_value_heads linear_num_key_heads
+        linear_num_value_heads num_experts num_local_experts num_experts_per_tok n_routed_experts
+        n_shared_experts n_group topk_group
+    """,
+    _COUNT: """
+        vocab_size hidden_size head_dim intermediate_size linear_key_head_dim linear_value_head_dim
+        moe_intermediate_size shared_expert_intermediate_size max_position_embeddings
+        full_attention_interval decoder_sparse_step sliding_window_pattern no_rope_layer_interval
+    """,
+    Rule(lambda x: _is_size(x) and x > 1, "a whole number from 2"): "linear_conv_kernel_dim",
+    Rule(lambda x: x == 0 or _is_size(x), "a whole number from 0"): """
+        first_k_dense_replace num_nextn_predict_layers
+    """,
+    Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null"): "sliding_window",
+    Rule(json_values.is_integer, "a whole number"): "max_window_layers",
+    NOT_NEGATIVE: "router_aux_loss_coef linear_a_log_min linear_dt_min",
+    POSITIVE: """
+        linear_a_log_max linear_dt_max linear_dt_init_floor rms_norm_eps layer_norm_eps
+        query_pre_attn_scalar logit_scale logits_scaling final_logit_softcapping
+        attn_logit_softcapping embedding_multiplier attention_multiplier residual_multiplier
+        qk_scale_factor output_multiplier post_norm_eps routed_scaling_factor swiglu_alpha
+        swiglu_limit
+    """,
+    Rule(lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1"): """
+        initializer_range
+    """,
+    SWITCH: """
+        tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_qk_norm output_router_logits
+        use_sliding_window linear_allow_neg_eigval
+    """,
+    _TOKEN_IDS: "bos_token_id eos_token_id",
+    Rule(json_values.is_integer, "a token id, or null"): "pad_token_id",
+    _LAYERS: "mlp_only_layers",
+    Rule(
         lambda x: isinstance(x, list) and all(item in (0, 1) for item in x), "a list of 0 and 1"
-    ),
-    "layer_rope_theta": Rule(
-        lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)),
-        "a list of rope_theta, or 0 for no RoPE, for each layer",
-    ),
-    "hidden_act": _ACTIVATION,
-    "hidden_activation": _ACTIVATION,
-    **dict.fromkeys(
-        (
-            *("layer_norm_eps", "query_pre_attn_scalar", "logit_scale", "logits_scaling"),
-            *("final_logit_softcapping", "attn_logit_softcapping", "embedding_multiplier"),
-            *("attention_multiplier", "residual_multiplier"),
-            *("qk_scale_factor", "output_multiplier", "post_norm_eps"),
-            *("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"),
-        ),
-        POSITIVE,
-    ),
+    ): "no_rope_layers",
+    _THETAS: "layer_rope_theta",
+    _ACTIVATION: "hidden_act hidden_activation",
 }
+
+_RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names.split()}
 
 
 def _find_field_problems(
@@ -240,9 +232,9 @@ def _find_field_problems(
 ) -> Iterator[str]:
     """Values of the wrong type, fields that are not implemented, and unknown fields."""
     architecture = find_architecture(fields["model_type"])
-    names = (name for name in _RULES if name in fields)
-    yield from filter(None, (json_values.find_problem(_RULES, x, fields[x]) for x in names))
     for name, value in fields.items():
+        if wrong := json_values.find_problem(_RULES, name, value):
+            yield wrong
         problem = None
         if name == "quantization_config":
             method = value.get("quant_method") if isinstance(value, dict) else None

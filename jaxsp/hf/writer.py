@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_target(directory: str | pathlib.Path) -> pathlib.Path:
-    """Returns the absolute path of a folder that can be written. Raises: UserError if it exists.
-
-    An existing empty folder can be written.
-    """
+    """Returns the absolute path of a new or empty folder. Raises: UserError if it has files."""
     target = pathlib.Path(directory).resolve()  # a link could not be replaced by rename
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(
@@ -53,11 +50,9 @@ def export_model(
     small_files: pathlib.Path | None = None,
     other_parts: OtherParts | None = None,
 ) -> None:
-    """Writes a folder that transformers loads.
+    """Writes a folder that transformers loads: configs, tokenizer, and weights in safetensors.
 
-    The folder contains the config, the generation config, the tokenizer, and the weights in
-    safetensors. It appears under its name when it is complete; until then it is
-    `NAME.incomplete-...` beside it.
+    See `create_folder`.
 
     Args:
         master: float32 weights with the structure of `table`, in numpy or jax, whole or sharded
@@ -107,9 +102,9 @@ def export_model(
 
 @contextlib.contextmanager
 def create_folder(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
-    """Context that yields a folder to write to, which gets its name at the end.
+    """Context that yields a folder to write to, which appears under its name when it is complete.
 
-    Until then it is `NAME.incomplete-...`; it is removed if the body fails.
+    Until then it is `NAME.incomplete-...` beside it; it is removed if the body fails.
 
     Raises: UserError if the folder exists and is not empty, or cannot be written.
     """
@@ -130,7 +125,7 @@ def create_folder(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 class ExportTensor(NamedTuple):
-    """A tensor of the export that is not yet copied to the host."""
+    """A tensor that is not yet copied to the host."""
 
     parts: list[tuple[Parameter, Any]]
     """Parameters whose rows are those of the tensor, with their arrays, or with functions that
@@ -140,7 +135,6 @@ class ExportTensor(NamedTuple):
     """Number of the expert; None: the tensor has all that there is."""
 
     def num_bytes(self, dtype: np.dtype) -> int:
-        """Bytes in the file."""
         return self.choose_dtype(dtype).itemsize * math.prod(self.parts[0][0].hf_shape)
 
     def choose_dtype(self, dtype: np.dtype) -> np.dtype:
@@ -153,13 +147,12 @@ class ExportTensor(NamedTuple):
         whole = np.empty(self.parts[0][0].hf_shape, dtype)
         for param, array in self.parts:
             # One index, so that of all experts of a layer only this one is copied
-            expert = () if self.expert is None else (self.expert,)
+            index: Any = () if self.expert is None else (self.expert,)
             if callable(array):
-                stored = array(self.layer)[(*expert, ...)]
-            elif self.layer is None:
-                stored = array
-            else:
-                stored = array[(param.find(self.layer), *expert, ...)]
+                array = array(self.layer)
+            elif self.layer is not None:
+                index = (param.find(self.layer), *index)
+            stored = array[(*index, ...)] if index else array
             shape = param.shape if self.expert is None else param.matrix_shape
             part = np.asarray(stored.astype(dtype))[tuple(map(slice, shape))]
             assert part.shape == shape, (param.hf_name, part.shape)
@@ -170,7 +163,7 @@ class ExportTensor(NamedTuple):
             rows = np.arange(part.shape[axis])
             if param.hf_rows is not None:
                 rows = param.hf_rows.find(rows)
-            index: Any = (*axis * (slice(None),), rows)
+            index = (*axis * (slice(None),), rows)
             param.view_matrices(whole)[index] = part
         return whole
 
@@ -181,7 +174,6 @@ class CopiedTensor(NamedTuple):
     stored: StoredTensor
 
     def num_bytes(self, dtype: np.dtype) -> int:
-        """Bytes in the file."""
         return self.stored.num_bytes
 
     def to_numpy(self, dtype: np.dtype) -> np.ndarray:
@@ -191,10 +183,8 @@ class CopiedTensor(NamedTuple):
 def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, ExportTensor]:
     """All tensors by name, layer by layer, so that a layer is mostly in one file."""
     named: dict[str, ExportTensor] = {}
-    arrays = [
-        functools.lru_cache(maxsize=1)(array) if callable(array) else array
-        for array in jax.tree.leaves(master)
-    ]
+    leaves = jax.tree.leaves(master)
+    arrays = [functools.lru_cache(maxsize=1)(x) if callable(x) else x for x in leaves]
     parts = list(zip(jax.tree.leaves(table), arrays, strict=True))
     for param, array in parts:
         if param.layers is None:
