@@ -12,6 +12,7 @@ from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.hf.families import (
+    FAMILIES,
     QWEN_WINDOW_FIELDS,
     TYPED_WINDOW_FIELDS,
     Family,
@@ -128,13 +129,13 @@ def find_problems(
         path: name of the config in messages, for example `model.config`.
     """
     accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS} - {*_BIAS_FIELDS}
-    accepted |= {*family.own_fields, *family.values, "layer_types"}
+    accepted |= {*list_own_fields(fields["model_type"]), *family.values, "layer_types"}
     if family.window_fields:
         accepted -= _WINDOW_FIELDS - {*family.window_fields, "layer_types"}
     missing = (
         f"{name}: missing. There is no size that suits every model; "
         f"for example {path}.{name}={_EXAMPLES[name]}."
-        for name in find_missing_sizes(fields, family)
+        for name in find_missing_sizes(fields)
     )
     found = (*missing, *_find_field_problems(fields, family, accepted, defaults))
     problems = [f"{path}.{problem}" for problem in found]
@@ -152,13 +153,30 @@ def find_multimodal_problems(
     return [f"{path}.{problem}" for problem in found]
 
 
-def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
+def list_required_sizes(model_type: str) -> list[str]:
+    """Sizes that a config.json must have, because transformers does not derive them from others.
+
+    Its default is the size of one published model, which would silently be used for the others.
+    """
+    import transformers
+
+    declared: dict[str, Any] = transformers.CONFIG_MAPPING[model_type].__dataclass_fields__
+    family = FAMILIES[model_type]
+    names = {name for name, field in declared.items() if field.default is not None}
+    names = names - {*family.fields} | {*family.required_fields}
+    return [name for name in _EXAMPLES if name in names]
+
+
+def list_own_fields(model_type: str) -> set[str]:
+    """Fields that a family reads in addition to those of all families."""
+    family = FAMILIES[model_type]
+    own_fields = (*family.fields, family.norm_eps_field, family.activation_field)
+    return {*own_fields, *list_required_sizes(model_type)}
+
+
+def find_missing_sizes(fields: dict[str, Any]) -> list[str]:
     """Names of the sizes that a config.json must have and lacks."""
-    optional = {"num_key_value_heads", "head_dim"}  # derived from the others
-    if not family.has_mlp:
-        optional.add("intermediate_size")
-    required = {*_COMMON_SIZES} - optional | {*family.required_fields}
-    return [name for name in _EXAMPLES if name in required and name not in fields]
+    return [name for name in list_required_sizes(fields["model_type"]) if name not in fields]
 
 
 _MAX_NUMBER = 10_000

@@ -33,8 +33,7 @@ class Family:
     """Properties of a `model_type` that the fields of its config.json do not give."""
 
     required_fields: tuple[str, ...] = ()
-    """Fields that a config.json must have: transformers' default is the size of one published
-    model, which would silently be used for the others."""
+    """Sizes that a config.json must have in addition to `config_checks.list_required_sizes`."""
     has_mlp: bool = True
     """False if no layer has an MLP, so that a config.json has no intermediate_size."""
     has_output_bias: bool = True
@@ -44,7 +43,7 @@ class Family:
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {}
     """Fields of ModelConfig from those of a config.json with transformers' defaults."""
     fields: tuple[str, ...] = ()
-    """Fields of a config.json that only this family has, besides the required ones."""
+    """Fields of a config.json that only this family has, besides sizes that it must have."""
     null_fields: tuple[str, ...] = ()
     """Fields in which null means none of it, and is not transformers' default."""
     values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -92,11 +91,6 @@ class Family:
         """Values that `layer_types` may have."""
         return tuple(self.mixers) or LAYER_TYPES
 
-    @property
-    def own_fields(self) -> tuple[str, ...]:
-        """Fields that this family reads in addition to those of all families."""
-        return (*self.required_fields, *self.fields, self.norm_eps_field, self.activation_field)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultimodalFamily:
@@ -126,10 +120,12 @@ _GEMMA_NORMS = NormNames(
     post_mlp="post_feedforward_layernorm",
 )
 _GEMMA: dict[str, Any] = {
-    "required_fields": ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
     "window_fields": TYPED_WINDOW_FIELDS,
     "activation_field": "hidden_activation",
-    "fields": ("attention_bias", "final_logit_softcapping", "attn_logit_softcapping"),
+    "fields": (
+        *("attention_bias", "query_pre_attn_scalar"),
+        *("final_logit_softcapping", "attn_logit_softcapping"),
+    ),
     "null_fields": ("final_logit_softcapping", "attn_logit_softcapping"),
     "values": {
         "use_bidirectional_attention": (False,),
@@ -171,17 +167,14 @@ def _read_granite(given: dict[str, Any]) -> dict[str, Any]:
 FAMILIES = {
     "llama": Family(fields=_BIASES),
     "mistral": Family(
-        required_fields=("num_key_value_heads",),
         window_fields=("sliding_window",),
     ),
     "qwen2": Family(
-        required_fields=("num_key_value_heads",),
         model={"qkv_bias": True},
         window_fields=QWEN_WINDOW_FIELDS,
     ),
     "qwen3": Family(
         fields=("attention_bias",),
-        required_fields=("num_key_value_heads", "head_dim"),
         model={"qk_norm": "head"},
         window_fields=QWEN_WINDOW_FIELDS,
     ),
@@ -210,7 +203,6 @@ FAMILIES = {
         rope=RopeSupport(layer_types=LAYER_TYPES),
     ),
     "smollm3": Family(
-        required_fields=("num_key_value_heads",),
         window_fields=QWEN_WINDOW_FIELDS,
         fields=(*_BIASES, "no_rope_layers", "no_rope_layer_interval"),
         has_rope=lambda given, layer: bool(given["no_rope_layers"][layer]),
@@ -234,7 +226,6 @@ FAMILIES = {
     "glm4": Family(
         fields=("attention_bias",),
         has_output_bias=False,
-        required_fields=("num_key_value_heads", "head_dim"),
         model={
             "norm_names": NormNames(
                 post_attention="post_self_attn_layernorm", post_mlp="post_mlp_layernorm"
@@ -245,7 +236,6 @@ FAMILIES = {
         rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     ),
     "ministral3": Family(
-        required_fields=("num_key_value_heads", "head_dim"),
         window_fields=("sliding_window",),
         rope=RopeSupport(
             types=("yarn",),
@@ -292,11 +282,6 @@ EXTRA_LAYERS_FIELDS = frozenset(
 _NO_MTP = {"mtp_num_hidden_layers": (0, 1), "mtp_use_dedicated_embeddings": (False,)}
 """Fields of layers that predict further tokens, which are left out, as in transformers."""
 
-_DELTA_NET_FIELDS = (
-    *("linear_num_key_heads", "linear_num_value_heads"),
-    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
-)
-
 _OLMO_INIT_FIELDS = (
     *("linear_a_log_min", "linear_a_log_max"),
     *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
@@ -339,8 +324,6 @@ def _read_olmo_hybrid(given: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-
 _ROUTER_LOSS = ("router_aux_loss_coef", "output_router_logits")
 """The loss of a router is added only where its logits are asked for."""
 
@@ -366,7 +349,7 @@ def _read_experts(
 _QWEN_EXPERTS = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_ROUTER_LOSS)
 
 FAMILIES["qwen3_moe"] = Family(
-    required_fields=("num_key_value_heads", "head_dim", *_EXPERT_SIZES),
+    required_fields=("head_dim",),
     model={"qk_norm": "head"},
     fields=("attention_bias", *_QWEN_EXPERTS),
     has_experts=lambda given, layer: (
@@ -378,7 +361,6 @@ FAMILIES["qwen3_moe"] = Family(
 )
 
 FAMILIES["mixtral"] = Family(
-    required_fields=("num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
     window_fields=("sliding_window",),
     fields=_ROUTER_LOSS,
     has_experts=lambda given, layer: True,
@@ -397,7 +379,6 @@ FAMILIES["mixtral"] = Family(
 )
 
 FAMILIES["olmoe"] = Family(
-    required_fields=("num_experts", "num_experts_per_tok"),
     model={"qk_norm": "projection"},
     fields=("attention_bias", "norm_topk_prob", *_ROUTER_LOSS),
     has_experts=lambda given, layer: True,
@@ -408,7 +389,6 @@ FAMILIES["olmoe"] = Family(
 )
 
 FAMILIES["qwen3_5_text"] = Family(
-    required_fields=("num_key_value_heads", "head_dim", *_DELTA_NET_FIELDS),
     model={"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": "q_proj"},
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
     fields=("attention_bias", "full_attention_interval", "layer_types"),
@@ -429,8 +409,6 @@ FAMILIES["qwen3_5_text"] = Family(
     other_parts=("mtp",),
 )
 
-_SHARED_SIZE = "shared_expert_intermediate_size"
-
 _QWEN3_5 = FAMILIES["qwen3_5_text"]
 
 
@@ -443,7 +421,7 @@ def _read_qwen_experts(
         "num_experts",
         "moe_intermediate_size",
         is_normalized=given.get("norm_topk_prob", True),
-        shared_size=given[_SHARED_SIZE],
+        shared_size=given["shared_expert_intermediate_size"],
         has_own_names=has_own_names,
     )
     return experts | _read_delta_net(given, **delta_net)
@@ -451,7 +429,6 @@ def _read_qwen_experts(
 
 FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     _QWEN3_5,
-    required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
     fields=(*_QWEN3_5.fields, *_ROUTER_LOSS),
     has_mlp=False,
     has_experts=lambda given, layer: True,
@@ -465,7 +442,6 @@ QWEN3_NEXT_DELTA_NET_NAMES = DeltaNetNames(
 
 FAMILIES["qwen3_next"] = dataclasses.replace(
     _QWEN3_5,
-    required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
     fields=(*_QWEN3_5.fields, *_QWEN_EXPERTS),
     has_experts=FAMILIES["qwen3_moe"].has_experts,
     read=lambda given: _read_qwen_experts(
@@ -499,10 +475,7 @@ def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
 
 FAMILIES["glm4_moe"] = Family(
     has_output_bias=False,
-    required_fields=(
-        *("num_key_value_heads", "head_dim", "n_routed_experts", "n_shared_experts"),
-        *("num_experts_per_tok", "moe_intermediate_size"),
-    ),
+    required_fields=("head_dim",),
     rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     fields=(
         *("attention_bias", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
@@ -516,7 +489,6 @@ FAMILIES["glm4_moe"] = Family(
 
 FAMILIES["granitemoe"] = dataclasses.replace(
     FAMILIES["granite"],
-    required_fields=("num_local_experts", "num_experts_per_tok"),
     fields=("attention_bias", *_GRANITE_FIELDS, *_ROUTER_LOSS),
     has_experts=lambda given, layer: True,
     # The softmax of the chosen experts' logits is that of all, divided by their sum
@@ -539,7 +511,6 @@ FAMILIES["granitemoe"] = dataclasses.replace(
 
 FAMILIES["gpt_oss"] = Family(
     quant_methods=("mxfp4",),
-    required_fields=("num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok"),
     model={"has_sinks": True},
     window_fields=("sliding_window", "layer_types"),
     fields=("attention_bias", *_ROUTER_LOSS, "swiglu_alpha", "swiglu_limit"),
@@ -575,7 +546,8 @@ FAMILIES["olmo_hybrid"] = Family(
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
     fields=(
         *("attention_bias", "linear_allow_neg_eigval", "layer_types"),
-        *(*_DELTA_NET_FIELDS, *_OLMO_INIT_FIELDS),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+        *("linear_value_head_dim", "linear_conv_kernel_dim", *_OLMO_INIT_FIELDS),
     ),
     read=_read_olmo_hybrid,
     rope=RopeSupport(is_optional=True),
@@ -592,7 +564,6 @@ FAMILIES["olmo_hybrid"] = Family(
 
 FAMILIES["muse_glimmer_text"] = Family(
     has_other_parts=True,
-    required_fields=("num_key_value_heads", "head_dim"),
     model={
         "norm": "rms_plus_one",
         "last_norm": "rms",

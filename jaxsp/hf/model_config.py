@@ -135,7 +135,7 @@ def make_config_json(
         }
     return {
         **resolved.to_diff_dict(),
-        **_renamed_fields(resolved, family),
+        **_renamed_fields(resolved),
         **token_ids,
         "pad_token_id": padding_id,
         **head,
@@ -239,7 +239,7 @@ def _parse_fields(
             kept[str(name)] = value
     fields = kept
     family = _find_family(fields, path)
-    fields = _use_published_names(fields, family, path)
+    fields = _use_published_names(fields, path)
     if given_fields.get("sliding_window", 0) is None and family.window_fields:
         fields["sliding_window"] = None  # transformers' default is a window
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
@@ -253,7 +253,8 @@ def _parse_fields(
         )
     if problems:
         raise UserError(problems)
-    names = (*config_checks.PASSED_FIELDS, *family.window_fields, *family.own_fields)
+    own_fields = config_checks.list_own_fields(fields["model_type"])
+    names = (*config_checks.PASSED_FIELDS, *family.window_fields, *own_fields)
     passed = {name: fields[name] for name in names if name in fields}
     passed |= {name: None for name in family.null_fields if given_fields.get(name, 0) is None}
     if family.rope.is_optional and theta == rope_forms.NO_ROPE:
@@ -264,7 +265,7 @@ def _parse_fields(
     except Exception as error:  # any, depending on the family
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"{path}: transformers refuses it: {reason}") from None
-    given = resolved.to_dict() | _renamed_fields(resolved, family)
+    given = resolved.to_dict() | _renamed_fields(resolved)
     if "layer_types" in fields:
         given["layer_types"] = fields["layer_types"]
     has_scores = is_reward_model(given_fields)
@@ -294,7 +295,7 @@ def _parse_fields(
     return config, resolved
 
 
-def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
+def _use_published_names(fields: dict[str, Any], path: str) -> dict[str, Any]:
     """Fields under the names that the family reads, also where transformers 5 wrote others.
 
     Raises: UserError if a field has other values under its two names.
@@ -302,7 +303,7 @@ def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> d
     import transformers
 
     names = transformers.CONFIG_MAPPING[fields["model_type"]].attribute_map
-    for name in names.keys() & {*family.own_fields}:
+    for name in names.keys() & config_checks.list_own_fields(fields["model_type"]):
         new_name = names[name]
         if new_name not in fields:
             continue
@@ -316,12 +317,12 @@ def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> d
     return fields
 
 
-def _renamed_fields(resolved: "transformers.PreTrainedConfig", family: Family) -> dict[str, Any]:
+def _renamed_fields(resolved: "transformers.PreTrainedConfig") -> dict[str, Any]:
     """Fields of the family under the names of published models, where transformers 5 has others.
 
     Transformers 4 reads these only.
     """
-    names = resolved.attribute_map.keys() & {*family.own_fields}
+    names = resolved.attribute_map.keys() & config_checks.list_own_fields(resolved.model_type)
     return {name: getattr(resolved, name) for name in sorted(names)}
 
 
