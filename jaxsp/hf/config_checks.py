@@ -12,6 +12,7 @@ from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.hf.families import (
+    EXPERT_COUNTS,
     FAMILIES,
     QWEN_WINDOW_FIELDS,
     TYPED_WINDOW_FIELDS,
@@ -350,8 +351,7 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
 
 def _find_expert_problems(given: dict[str, Any], fields: dict[str, Any]) -> Iterator[str]:
     """Numbers of experts that do not fit together. Args: given: also transformers' defaults."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    num_experts = next((fields[name] for name in names if name in fields), None)
+    num_experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
     num_chosen = fields.get("num_experts_per_tok")
     if num_experts is None or num_chosen is None:
         return

@@ -73,7 +73,9 @@ class Family:
     divided_tensors: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Modules of transformers whose tensors are stored as those of several modules, concatenated
     along the rows. Files may divide the rows at other places than jaxsp, or not at all."""
-    has_experts: Callable[[dict[str, Any], int], bool] = lambda given, layer: False
+    has_experts: Callable[[dict[str, Any], int], bool] = lambda given, _: (
+        "num_experts_per_tok" in given
+    )
     """Function that returns True if a layer, by its number, has experts in place of an MLP."""
     has_other_parts: bool = False
     """True if exports are the multimodal model with all its parts, because transformers has no
@@ -328,22 +330,22 @@ _ROUTER_LOSS = ("router_aux_loss_coef", "output_router_logits")
 """The loss of a router is added only where its logits are asked for."""
 
 
-def _read_experts(
-    given: dict[str, Any], num_experts: str, size: str, **options: Any
-) -> dict[str, Any]:
-    """Args:
-    num_experts, size: names of the fields with the number and the size of experts.
-    options: fields of ExpertsConfig in which the family differs from Qwen3.
-    """
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the field with the number of experts."""
+
+
+def _read_experts(given: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Args: options: fields of ExpertsConfig in which the family differs from Qwen3."""
     has_loss = given.get("output_router_logits", False)
-    experts = ExpertsConfig(
-        num_experts=given[num_experts],
-        num_chosen=given["num_experts_per_tok"],
-        size=given[size],
-        aux_loss_coef=float(given["router_aux_loss_coef"]) if has_loss else 0.0,
-        **options,
-    )
-    return {"experts": experts}
+    read = {
+        "num_experts": next(given[name] for name in EXPERT_COUNTS if name in given),
+        "num_chosen": given["num_experts_per_tok"],
+        "size": given.get("moe_intermediate_size") or given["intermediate_size"],
+        "shared_size": given.get("shared_expert_intermediate_size"),
+        "is_normalized": given.get("norm_topk_prob", True),
+        "aux_loss_coef": float(given["router_aux_loss_coef"]) if has_loss else 0.0,
+    }
+    return {"experts": ExpertsConfig(**read | options)}
 
 
 _QWEN_EXPERTS = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_ROUTER_LOSS)
@@ -355,19 +357,14 @@ FAMILIES["qwen3_moe"] = Family(
     has_experts=lambda given, layer: (
         layer not in given["mlp_only_layers"] and (layer + 1) % given["decoder_sparse_step"] == 0
     ),
-    read=lambda given: _read_experts(
-        given, "num_experts", "moe_intermediate_size", is_normalized=given["norm_topk_prob"]
-    ),
+    read=_read_experts,
 )
 
 FAMILIES["mixtral"] = Family(
     window_fields=("sliding_window",),
     fields=_ROUTER_LOSS,
-    has_experts=lambda given, layer: True,
     read=lambda given: _read_experts(
         given,
-        "num_local_experts",
-        "intermediate_size",
         names=ExpertNames(
             router="block_sparse_moe.gate.weight",
             gate="block_sparse_moe.experts.{expert}.w1.weight",
@@ -381,10 +378,7 @@ FAMILIES["mixtral"] = Family(
 FAMILIES["olmoe"] = Family(
     model={"qk_norm": "projection"},
     fields=("attention_bias", "norm_topk_prob", *_ROUTER_LOSS),
-    has_experts=lambda given, layer: True,
-    read=lambda given: _read_experts(
-        given, "num_experts", "intermediate_size", is_normalized=given["norm_topk_prob"]
-    ),
+    read=_read_experts,
     values={"clip_qkv": ()},
 )
 
@@ -411,28 +405,11 @@ FAMILIES["qwen3_5_text"] = Family(
 
 _QWEN3_5 = FAMILIES["qwen3_5_text"]
 
-
-def _read_qwen_experts(
-    given: dict[str, Any], *, has_own_names: bool, **delta_net: Any
-) -> dict[str, Any]:
-    """Args: delta_net: as in `_read_delta_net`."""
-    experts = _read_experts(
-        given,
-        "num_experts",
-        "moe_intermediate_size",
-        is_normalized=given.get("norm_topk_prob", True),
-        shared_size=given["shared_expert_intermediate_size"],
-        has_own_names=has_own_names,
-    )
-    return experts | _read_delta_net(given, **delta_net)
-
-
 FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     _QWEN3_5,
     fields=(*_QWEN3_5.fields, *_ROUTER_LOSS),
     has_mlp=False,
-    has_experts=lambda given, layer: True,
-    read=lambda given: _read_qwen_experts(given, has_own_names=False),
+    read=lambda given: _read_experts(given, has_own_names=False) | _read_delta_net(given),
     values=_QWEN3_5.values | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
 )
 
@@ -444,8 +421,8 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
     _QWEN3_5,
     fields=(*_QWEN3_5.fields, *_QWEN_EXPERTS),
     has_experts=FAMILIES["qwen3_moe"].has_experts,
-    read=lambda given: _read_qwen_experts(
-        given, has_own_names=True, names=QWEN3_NEXT_DELTA_NET_NAMES
+    read=lambda given: (
+        _read_experts(given) | _read_delta_net(given, names=QWEN3_NEXT_DELTA_NET_NAMES)
     ),
     rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     values={"hidden_act": ("silu",)},
@@ -455,13 +432,10 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
 def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
     experts = _read_experts(
         given,
-        "n_routed_experts",
-        "moe_intermediate_size",
         scores="sigmoid",
         router_file_dtype="float32",  # in which transformers keeps it
         num_groups=given["n_group"],
         num_chosen_groups=given["topk_group"],
-        is_normalized=given["norm_topk_prob"],
         weight_scale=float(given["routed_scaling_factor"]),
         names=ExpertNames(
             correction="mlp.gate.e_score_correction_bias",
@@ -490,14 +464,11 @@ FAMILIES["glm4_moe"] = Family(
 FAMILIES["granitemoe"] = dataclasses.replace(
     FAMILIES["granite"],
     fields=("attention_bias", *_GRANITE_FIELDS, *_ROUTER_LOSS),
-    has_experts=lambda given, layer: True,
     # The softmax of the chosen experts' logits is that of all, divided by their sum
     read=lambda given: (
         _read_granite(given)
         | _read_experts(
             given,
-            "num_local_experts",
-            "intermediate_size",
             names=ExpertNames(
                 module="block_sparse_moe.experts",
                 router="block_sparse_moe.router.layer.weight",
@@ -514,12 +485,9 @@ FAMILIES["gpt_oss"] = Family(
     model={"has_sinks": True},
     window_fields=("sliding_window", "layer_types"),
     fields=("attention_bias", *_ROUTER_LOSS, "swiglu_alpha", "swiglu_limit"),
-    has_experts=lambda given, layer: True,
     # The softmax of the chosen experts' logits is that of all, divided by their sum
     read=lambda given: _read_experts(
         given,
-        "num_local_experts",
-        "intermediate_size",
         clamped_gate=ClampedGate(
             alpha=float(given["swiglu_alpha"]), limit=float(given["swiglu_limit"])
         ),
