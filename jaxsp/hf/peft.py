@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import EXPERTS, ModelConfig
@@ -364,7 +363,7 @@ def save_adapter(
     lora = model.lora
     assert lora is not None, "the model has adapters"
     saved: list[str] = [*adapter.modules_to_save]
-    named = writer.list_tensors(weights, table)
+    named = writer.list_tensors(weights, table, "float32")
     is_tied = model.tie_embeddings and SAVED_MODULES["embed_tokens"] in named
     if is_tied:
         # PEFT would leave the head as it was: it copies the modules that it trains. Versions before
@@ -403,4 +402,4 @@ def save_adapter(
             exclude = ("config.json", "generation_config.json")
             folder.copy_small_files(small_files, target, exclude=exclude)
         prefixed = {f"{_PREFIX}{name}": tensor for name, tensor in named.items()}
-        writer.write_file(target / WEIGHTS_FILE, prefixed, dtype=jnp.dtype("float32"))
+        writer.write_file(target / WEIGHTS_FILE, prefixed)

@@ -68,6 +68,11 @@ class StoredTensor(TensorView):
         bits = re.search(r"\d+", self.dtype)  # of F32, BF16 or F8_E4M3; BOOL has 8
         return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
+    def to_numpy(self) -> np.ndarray:
+        """Returns the whole tensor in its own dtype. Raises: UserError."""
+        with _open(self.file) as file:
+            return file.get_tensor(self.name)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredRows(TensorView):
@@ -294,12 +299,6 @@ def _read_slice(file: Any, tensor: StoredTensor, index: Index) -> np.ndarray:
         return np.zeros(shape, np.uint8 if tensor.dtype == _BYTES else np.float32)
     part = file.get_slice(tensor.name)[tuple(slice(span.start, span.stop) for span in spans)]
     return part if tensor.dtype == _BYTES else part.astype(np.float32, copy=False)
-
-
-def read_unchanged(tensor: StoredTensor) -> np.ndarray:
-    """Returns a whole tensor in its own dtype. Raises: UserError."""
-    with _open(tensor.file) as file:
-        return file.get_tensor(tensor.name)
 
 
 @contextlib.contextmanager

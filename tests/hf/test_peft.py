@@ -548,7 +548,7 @@ def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
     frozen = {name: torch.from_numpy(base.tensors[name]) for name in names}
     state = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
     plain_table, merged = merging.merge_state(state, table=table, model=resolved.model)
-    ours = writer.list_tensors(merged, plain_table)
+    ours = writer.list_tensors(merged, plain_table, "float32")
     adapted = hf_peft.PeftModel.from_pretrained(base.load(), tmp_path / "adapter")
     theirs = oracle.as_published(
         {
@@ -561,7 +561,7 @@ def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
     assert all("q_proj" in name or "experts" in name for name in changed)
     assert any("gate" in name and "experts" in name for name in changed)
     for name, tensor in ours.items():
-        error = batches.relative_error(tensor.to_numpy(np.dtype("float32")), theirs[name])
+        error = batches.relative_error(tensor.to_numpy(), theirs[name])
         assert error < tolerances.MERGE, name
 
 
