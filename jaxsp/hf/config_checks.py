@@ -136,7 +136,8 @@ def find_problems(
     missing = (
         f"{name}: missing. There is no size that suits every model; "
         f"for example {path}.{name}={_EXAMPLES[name]}."
-        for name in find_missing_sizes(fields)
+        for name in list_required_sizes(fields["model_type"])
+        if name not in fields
     )
     found = (*missing, *_find_field_problems(fields, family, accepted, defaults))
     problems = [f"{path}.{problem}" for problem in found]
@@ -175,31 +176,17 @@ def list_own_fields(model_type: str) -> set[str]:
     return {*own_fields, *list_required_sizes(model_type)}
 
 
-def find_missing_sizes(fields: dict[str, Any]) -> list[str]:
-    """Names of the sizes that a config.json must have and lacks."""
-    return [name for name in list_required_sizes(fields["model_type"]) if name not in fields]
-
-
-_MAX_NUMBER = 10_000
-"""Maximum number of layers or heads; each has an entry in a list."""
-
-
-def _is_size(value: Any) -> bool:
-    return json_values.is_integer(value) and value > 0
-
-
-_COUNT = Rule(_is_size, "a whole number from 1")
-_FEW = Rule(lambda x: _is_size(x) and x <= _MAX_NUMBER, f"a whole number from 1 to {_MAX_NUMBER:,}")
+_COUNT = Rule(lambda x: json_values.is_integer(x) and x > 0, "a whole number from 1")
+_is_size = _COUNT.is_valid
+# each layer, head or expert has an entry in a list
+_FEW = Rule(lambda x: _is_size(x) and x <= 10_000, "a whole number from 1 to 10,000")
 _TOKEN_IDS = Rule(
     lambda x: all(map(json_values.is_integer, x if isinstance(x, list) else [x])),
     "a token id, a list of them, or null",
 )
-_ACTIVATION = Rule(lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS))
-
 _LAYERS = Rule(
     lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)), "a list of layers"
 )
-_THETAS = Rule(_LAYERS.is_valid, "a list of rope_theta, or 0 for no RoPE, for each layer")
 
 _NAMES_BY_RULE = {
     _FEW: """
@@ -239,8 +226,12 @@ _NAMES_BY_RULE = {
     Rule(
         lambda x: isinstance(x, list) and all(item in (0, 1) for item in x), "a list of 0 and 1"
     ): "no_rope_layers",
-    _THETAS: "layer_rope_theta",
-    _ACTIVATION: "hidden_act hidden_activation",
+    Rule(
+        _LAYERS.is_valid, "a list of rope_theta, or 0 for no RoPE, for each layer"
+    ): "layer_rope_theta",
+    Rule(
+        lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS)
+    ): "hidden_act hidden_activation",
 }
 
 _RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names.split()}

@@ -200,10 +200,10 @@ def _download(source: str, names: Iterable[str], revision: str | None = None) ->
             "hf auth login."
         ) from None
     except (hub.HTTPError, hub.XetDownloadError, OSError) as error:
-        raise _download_error(error, source) from None
+        raise _explain(error, source) from None
 
 
-def _download_error(error: Exception, source: str) -> UserError:
+def _explain(error: Exception, source: str) -> UserError:
     """The error of a download that failed for a reason other than the model's name."""
     is_missing_in_cache = isinstance(error, hub.LocalEntryNotFoundError)
     cause = error

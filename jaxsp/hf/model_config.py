@@ -37,9 +37,8 @@ def read_fields(
 
     Downloads at most config.json.
 
-    Args: deadline_s: longest wait for the hub; None: no limit.
+    Args: deadline_s: as for `folder.find`.
     Returns: the fields, and the name of the config in messages.
-    Raises: HubError as `folder.find`; UserError as `resolve_fields`.
     """
     if model.source is None:
         assert model.config is not None, "the config's schema requires one of them"
@@ -56,9 +55,7 @@ def resolve_fields(
 
     These are model.rope and model.max_position_embeddings. Resolving again changes nothing.
 
-    Args:
-        fields: fields of a config.json, which may be a multimodal model's.
-        field: name of the config.json in error messages.
+    Args: fields: fields of a config.json, which may be a multimodal model's.
     Raises: UserError if the fields are invalid, or the changes do not fit them.
     """
     text, text_field = multimodal.read_text_fields(fields, field)
@@ -78,9 +75,7 @@ def parse_model_config(
         field: name of the config in error messages, for example `model.config`.
         row_tokens: length of the rows, by which longrope chooses its factors; None: no
             longer than the model's original range.
-    Raises:
-        UserError with a line for every field that is missing, unknown, of the wrong type or not
-        implemented.
+    Raises: UserError with all fields that are missing, unknown, wrong or not implemented.
     """
     return _parse_fields(fields, field, row_tokens)[0]
 
@@ -114,9 +109,7 @@ def make_config_json(
     Transformers 5 reads `rope_parameters` and `dtype`. Transformers 4 reads `rope_theta`,
     `rope_scaling` and `torch_dtype`; without them it would use its default RoPE.
 
-    Args:
-        fields: the fields that `parse_model_config` was called with.
-        token_ids: result of `choose_token_ids`. pad_token_id stays the model's own.
+    Args: token_ids: result of `choose_token_ids`. pad_token_id stays the model's own.
     """
     _, resolved = _parse_fields(fields, "config.json")
     family = FAMILIES[fields["model_type"]]
@@ -289,10 +282,10 @@ def _parse_fields(
         "has_scores": has_scores,
         "initializer_range": float(given["initializer_range"]),
     }
-    config = ModelConfig(**model | family.model | family.read(given))
-    if not any(layer.feed_forward == EXPERTS for layer in config.layers):
-        config = dataclasses.replace(config, experts=None)
-    return config, resolved
+    model |= family.model | family.read(given)
+    if not any(layer.feed_forward == EXPERTS for layer in model["layers"]):
+        model["experts"] = None
+    return ModelConfig(**model), resolved
 
 
 def _use_published_names(fields: dict[str, Any], path: str) -> dict[str, Any]:

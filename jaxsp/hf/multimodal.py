@@ -93,8 +93,8 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
         text[tie] = outer[tie]
     # transformers' defaults of the sizes that it lacks (Gemma 3 4B: the heads)
     defaults = transformers.AutoConfig.for_model(text["model_type"]).to_dict()
-    missing = config_checks.find_missing_sizes(text)
-    sizes = {name: defaults[name] for name in (*missing, "max_position_embeddings")}
+    required = config_checks.list_required_sizes(text["model_type"])
+    sizes = {name: defaults[name] for name in (*required, "max_position_embeddings")}
     return sizes | text, path
 
 

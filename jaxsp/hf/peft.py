@@ -293,8 +293,7 @@ def _find_names(name: str, layer: int) -> tuple[str, str]:
 def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
     """Opens an adapter's weights: those of its projections, and of its modules_to_save.
 
-    Raises: UserError with all tensors that are missing, surplus or of another shape, and for a
-        damaged file.
+    Raises: UserError with all tensors that differ from the table's, and for a damaged file.
     """
     with at(source.field, source.source):
         path = source.path / WEIGHTS_FILE

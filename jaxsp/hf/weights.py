@@ -101,9 +101,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     model.safetensors comes before an index. Of an embedding and a head that are tied, one is
     enough, under either name.
 
-    Raises:
-        UserError with all tensors that are missing, surplus, or of another shape or dtype, and with
-        all damaged files.
+    Raises: UserError with all tensors that differ from the table's, and all damaged files.
     """
     with at(source.field, source.source):
         stored, others = multimodal.select_tensors(_read_headers(source), source.config_fields)
@@ -155,8 +153,7 @@ def open_other_parts(source: ModelFolder, model: ModelConfig) -> OtherParts:
     reader = open_folder(source, decoder.plain_table(model))
     source.download_files(PROCESSOR_FILES)
     # no family with other parts has divided tensors
-    stored = {name: view.list_stored()[0] for name, view in reader.tensors.items()}
-    text_names = {name: tensor.name for name, tensor in stored.items()}
+    text_names = {name: view.list_stored()[0].name for name, view in reader.tensors.items()}
     return OtherParts(source=source, text_names=text_names, tensors=reader.other_tensors)
 
 

@@ -51,7 +51,7 @@ def normalize(group: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             value = normalize(value)
         elif name in rope_types.TYPE_FIELDS:
-            value = rope_types.LEGACY_NAMES.get(str(value), value)
+            value = "longrope" if value == "su" else value  # its former name
         if value is not None or name == "factor":
             kept[str(name)] = value
     if "type" in kept:

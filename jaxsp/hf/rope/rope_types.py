@@ -249,9 +249,6 @@ TYPES = {
 }
 """All types by their name in `rope_type`."""
 
-LEGACY_NAMES = {"su": "longrope"}
-"""Names that types had before."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeSupport:
