@@ -17,7 +17,6 @@ from jaxsp.hf.families import (
     QWEN_WINDOW_FIELDS,
     TYPED_WINDOW_FIELDS,
     Family,
-    MultimodalFamily,
     find_architecture,
     find_reward_architecture,
 )
@@ -147,11 +146,11 @@ def find_problems(
 
 
 def find_multimodal_problems(
-    fields: dict[str, Any], family: MultimodalFamily, defaults: dict[str, Any], path: str
+    fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
 ) -> list[str]:
     """Problems of a multimodal model's config.json, except those of its text_config."""
     accepted = {*_MULTIMODAL_FIELDS, *TOKEN_ID_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
-    found = _find_field_problems(fields, Family(values=family.values), accepted, defaults)
+    found = _find_field_problems(fields, family, accepted, defaults)
     return [f"{path}.{problem}" for problem in found]
 
 

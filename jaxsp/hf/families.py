@@ -30,7 +30,10 @@ TYPED_WINDOW_FIELDS = ("sliding_window", "sliding_window_pattern", "layer_types"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Properties of a `model_type` that the fields of its config.json do not give."""
+    """Properties of a `model_type` that the fields of its config.json do not give.
+
+    Of a multimodal one, jaxsp trains the text model: values and other_parts are those beside it.
+    """
 
     required_fields: tuple[str, ...] = ()
     """Sizes that a config.json must have in addition to `config_checks.list_required_sizes`."""
@@ -57,12 +60,12 @@ class Family:
     has_rope: Callable[[dict[str, Any], int], bool] = lambda given, layer: True
     """Function that returns True if a layer, by its number, has RoPE."""
     window_fields: tuple[str, ...] = ()
-    """Fields of this family for sliding windows.
-
-    If `layer_types` is one of them, it selects the layers with a window; transformers derives a
-    missing `layer_types` from the other fields. Otherwise every layer has the window.
-    """
-
+    """Fields for sliding windows. If `layer_types` is one of them, it selects the layers with a
+    window; transformers derives a missing one from the others. Otherwise all layers have it."""
+    text_types: tuple[str, ...] = ()
+    """Families of a multimodal family's text model; transformers' default is the first."""
+    unused_text_fields: tuple[str, ...] = ()
+    """Fields of text_config that only the text model's own class uses."""
     other_parts: tuple[str, ...] = ()
     """First names of stored tensors that transformers' class of the text model ignores."""
     extra_layers_field: str | None = None
@@ -92,20 +95,6 @@ class Family:
     def layer_types(self) -> tuple[str, ...]:
         """Values that `layer_types` may have."""
         return tuple(self.mixers) or LAYER_TYPES
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MultimodalFamily:
-    """Properties of a multimodal `model_type`, of which jaxsp trains the text model."""
-
-    text_types: tuple[str, ...]
-    """Families of the text model; transformers' default is the first."""
-    unused_text_fields: tuple[str, ...] = ()
-    """Fields of text_config that only the text model's own class uses."""
-    values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Fields beside text_config with a fixed meaning, and the values that match it."""
-    other_parts: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
-    """Names of the modules beside the text model, which are left out."""
 
 
 _BIASES = ("attention_bias", "mlp_bias")
@@ -559,22 +548,25 @@ FAMILIES["muse_glimmer_text"] = Family(
 )
 
 MULTIMODAL_FAMILIES = {
-    "gemma3": MultimodalFamily(
+    "gemma3": Family(
         text_types=("gemma3_text",),
         unused_text_fields=("final_logit_softcapping",),
+        other_parts=("vision_tower", "multi_modal_projector"),
     ),
-    "mistral3": MultimodalFamily(text_types=("mistral", "ministral3")),
-    "qwen3_5": MultimodalFamily(
+    "mistral3": Family(
+        text_types=("mistral", "ministral3"), other_parts=("vision_tower", "multi_modal_projector")
+    ),
+    "qwen3_5": Family(
         text_types=("qwen3_5_text",),
         values={"language_model_only": (False,), **_NO_MTP},
         other_parts=("visual", "mtp"),
     ),
-    "qwen3_5_moe": MultimodalFamily(
+    "qwen3_5_moe": Family(
         text_types=("qwen3_5_moe_text",),
         values={"language_model_only": (False,), **_NO_MTP},
         other_parts=("visual", "mtp"),
     ),
-    "muse_glimmer": MultimodalFamily(
+    "muse_glimmer": Family(
         text_types=("muse_glimmer_text",),
         other_parts=("vision_tower", "vision_adapter", "vision_projection"),
     ),

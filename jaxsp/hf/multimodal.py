@@ -19,7 +19,6 @@ from jaxsp.hf.families import (
     FAMILIES,
     MULTIMODAL_FAMILIES,
     Family,
-    MultimodalFamily,
     find_architecture,
 )
 from jaxsp.hf.folder import ModelFolder
@@ -33,7 +32,7 @@ _PREFIXES = {
 """Prefixes of the text model's tensors, and those of the text model without the other parts."""
 
 
-def find_family(fields: dict[str, Any]) -> MultimodalFamily | None:
+def find_family(fields: dict[str, Any]) -> Family | None:
     """Returns the multimodal family of a config.json; None for a text model."""
     name = fields.get("model_type")
     return MULTIMODAL_FAMILIES.get(name) if isinstance(name, str) else None
