@@ -37,10 +37,6 @@ class Family:
 
     required_fields: tuple[str, ...] = ()
     """Sizes that a config.json must have in addition to `config_checks.list_required_sizes`."""
-    has_mlp: bool = True
-    """False if no layer has an MLP, so that a config.json has no intermediate_size."""
-    has_output_bias: bool = True
-    """False if attention_bias is for q, k and v only."""
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ModelConfig that the family fixes."""
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {}
@@ -216,12 +212,12 @@ FAMILIES = {
     "granite": Family(fields=(*_BIASES, *_GRANITE_FIELDS), read=_read_granite),
     "glm4": Family(
         fields=("attention_bias",),
-        has_output_bias=False,
         model={
             "norm_names": NormNames(
                 post_attention="post_self_attn_layernorm", post_mlp="post_mlp_layernorm"
             ),
             "has_fused_gate_up": True,
+            "output_bias": False,  # attention_bias is for q, k and v only
             "rope_interleaved": True,
         },
         rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
@@ -397,7 +393,7 @@ _QWEN3_5 = FAMILIES["qwen3_5_text"]
 FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     _QWEN3_5,
     fields=(*_QWEN3_5.fields, *_ROUTER_LOSS),
-    has_mlp=False,
+    model=_QWEN3_5.model | {"intermediate_size": 0},
     read=lambda given: _read_experts(given, has_own_names=False) | _read_delta_net(given),
     values=_QWEN3_5.values | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
 )
@@ -437,7 +433,7 @@ def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES["glm4_moe"] = Family(
-    has_output_bias=False,
+    model={"output_bias": False},
     required_fields=("head_dim",),
     rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     fields=(
