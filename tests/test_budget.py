@@ -20,7 +20,7 @@ LIMITS = {
     "evaluation": 835,
     "experts": 801,
     "generation": 651,
-    "hf": 4186,
+    "hf": 4030,
     "memory": 1618,
     "model": 1838,
     "objectives": 399,
