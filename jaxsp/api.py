@@ -42,7 +42,8 @@ from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
+from jaxsp.hf import folder, model_config, multimodal, peft, writer
+from jaxsp.hf.weights import open_other_parts
 from jaxsp.memory import memory_compile
 from jaxsp.optimizers import param_groups
 from jaxsp.run import build, config_file, initial_weights, jax_limits, merging
@@ -217,9 +218,9 @@ class Trainer:
         field = str(model_folder.path / "config.json")
         fields = model_config.resolve_fields(model_folder.config_fields, config, field=field)
         parts = None
-        if other_parts.are_exported(fields):
+        if multimodal.are_exported(fields):
             whole = model_folder if source is None else folder.find(source, field="source")
-            parts = other_parts.open_folder(whole, self.spec.model)
+            parts = open_other_parts(whole, self.spec.model)
         elif source is not None:
             raise UserError(
                 f"source = {source}: {fields['model_type']} is saved without parts of another "
@@ -258,7 +259,7 @@ class Trainer:
             model=self.spec.model,
             base=source.source,
             directory=directory,
-            is_multimodal=text_part.is_multimodal(source.path),
+            is_multimodal=multimodal.is_multimodal(source.path),
             small_files=source.path,
         )
 

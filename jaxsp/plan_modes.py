@@ -17,9 +17,8 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import yaml_io
 from jaxsp.core import durations, files
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.hf import folder, peft, published
+from jaxsp.hf import context_range, folder, peft, published
 from jaxsp.hf.published import ModelSizes
-from jaxsp.hf.rope import context_range
 from jaxsp.planner import mesh_sweep, planning, report, search, tables
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster

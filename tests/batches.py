@@ -17,7 +17,7 @@ from jaxsp.blocks.config import EXPERTS, LayerConfig, ModelConfig, Rope
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
-from jaxsp.hf.rope import rope_types
+from jaxsp.hf import rope_types
 from jaxsp.run import config_file
 from jaxsp.run.config_file import Config
 from jaxsp.system import device_mesh
@@ -112,7 +112,7 @@ def make_rope(head_dim: int, **group: Any) -> Rope:
         max_position_embeddings=None,
         row_tokens=None,
     )
-    return rope_types.parse(inputs, field="rope_parameters")
+    return rope_types.parse(inputs)
 
 
 def make_config(

@@ -1,8 +1,7 @@
 """Checks of a config.json: fields that jaxsp reads, ignores or refuses.
 
-A config.json describes more than jaxsp does. Implemented fields are read, and fields that do not
-change training are ignored. Every other field is refused by name: a feature that is silently left
-out gives plausible losses of another model.
+Implemented fields are read, and fields that do not change training are ignored. Every other field
+is refused by name: a feature that is silently left out gives plausible losses of another model.
 """
 
 from collections.abc import Iterator
@@ -12,21 +11,23 @@ from jaxsp.config import json_values
 from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
+from jaxsp.hf import rope_forms
 from jaxsp.hf.families import (
+    EXPERT_COUNTS,
     FAMILIES,
     QWEN_WINDOW_FIELDS,
     TYPED_WINDOW_FIELDS,
     Family,
-    MultimodalFamily,
+    find_architecture,
+    find_reward_architecture,
 )
-from jaxsp.hf.rope import rope_checks, rope_forms
 
 _WINDOW_FIELDS = {*QWEN_WINDOW_FIELDS, *TYPED_WINDOW_FIELDS}
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of the MLP's gate: names in config.json, and in ModelConfig."""
 
-_SIZE_EXAMPLES = {
+_EXAMPLES = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -34,10 +35,7 @@ _SIZE_EXAMPLES = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "intermediate_size": 14336,
-}
-
-_ALL_EXAMPLES = {
-    **_SIZE_EXAMPLES,
+    # only some families have the others
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
@@ -51,17 +49,19 @@ _ALL_EXAMPLES = {
     "moe_intermediate_size": 768,
     "shared_expert_intermediate_size": 512,
 }
-"""Also sizes of delta nets and of experts, which only some families have."""
+"""Sizes of a model, and examples."""
 
-_DERIVED_SIZES = ("num_key_value_heads", "head_dim")
-"""Sizes that may be left out if the family derives them from the others."""
+_COMMON_SIZES = tuple(_EXAMPLES)[:7]
+"""Those that all families have."""
 
-_SWITCH_FIELDS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+_BIAS_FIELDS = ("attention_bias", "mlp_bias")
+
+_SWITCH_FIELDS = ("tie_word_embeddings", *_BIAS_FIELDS)
 
 TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 PASSED_FIELDS = (
-    *_SIZE_EXAMPLES,
+    *_COMMON_SIZES,
     *_SWITCH_FIELDS,
     *TOKEN_ID_FIELDS,
     *rope_forms.FIELDS,
@@ -80,7 +80,6 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "pretraining_tp": ((1,), "matrix products are not sliced"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
     "use_mrope": ((False,), "positions have one dimension"),
-    "quantization_config": ((), "weights must not be quantized"),
     "is_encoder_decoder": ((False,), _DECODER_ONLY),
     "add_cross_attention": ((False,), _DECODER_ONLY),
     "per_layer_config": ((), "all layers are alike"),
@@ -88,12 +87,11 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Fields with a fixed meaning in jaxsp: the values that match it, and the reason."""
 
-_SUGGESTIONS = {
-    "quantization_config": "Name the model from which it was quantized (often the same name "
-    "without FP8, bnb-4bit, GPTQ or AWQ) as model.source; adapter.quantization=nf4 or int8 "
-    "quantizes its frozen weights",
-}
-"""Suggestions for fields that describe the weights, so that null would not change them."""
+_QUANTIZED = (
+    "is not implemented: weights must not be quantized. Name the model from which it was quantized "
+    "(often the same name without FP8, bnb-4bit, GPTQ or AWQ) as model.source; "
+    "adapter.quantization=nf4 or int8 quantizes its frozen weights."
+)
 
 _IGNORED_FIELDS = frozenset(
     """
@@ -103,11 +101,10 @@ _IGNORED_FIELDS = frozenset(
     id2label label2id num_labels problem_type task_specific_params tokenizer_class max_length
     min_length do_sample temperature top_k top_p typical_p repetition_penalty num_beams
     num_return_sequences _sliding_window_pattern is_llama_config transformers.js_config
-    unsloth_fixed unsloth_version
+    unsloth_fixed unsloth_version quantization_config
     """.split()
 )
 """Fields that do not change training, or that are checked separately."""
-
 
 _MULTIMODAL_FIELDS = frozenset(
     """
@@ -131,147 +128,137 @@ def find_problems(
         defaults: transformers' defaults for this model_type.
         path: name of the config in messages, for example `model.config`.
     """
-    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS, *family.own_fields}
-    accepted |= {*family.values, "layer_types"}
-    accepted -= {*_SWITCH_FIELDS} - {*family.bias_fields, *family.values, "tie_word_embeddings"}
+    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS} - {*_BIAS_FIELDS}
+    accepted |= {*list_own_fields(fields["model_type"]), *family.values, "layer_types"}
     if family.window_fields:
         accepted -= _WINDOW_FIELDS - {*family.window_fields, "layer_types"}
-    problems = [
-        *(
-            f"{path}.{name}: missing. There is no size that suits every model; "
-            f"for example {path}.{name}={_ALL_EXAMPLES[name]}."
-            for name in find_missing_sizes(fields, family)
-        ),
-        *(f"{path}.{problem}" for problem in _type_problems(fields)),
-        *(f"{path}.{problem}" for problem in _feature_problems(fields, family, accepted, defaults)),
-        *rope_checks.find_problems(fields, path, family.rope),
-    ]
+    missing = (
+        f"{name}: missing. There is no size that suits every model; "
+        f"for example {path}.{name}={_EXAMPLES[name]}."
+        for name in list_required_sizes(fields["model_type"])
+        if name not in fields
+    )
+    found = (*missing, *_find_field_problems(fields, family, accepted, defaults))
+    problems = [f"{path}.{problem}" for problem in found]
+    problems += rope_forms.find_problems(fields, path, family.rope)
     # computing with sizes that are missing or not numbers would only repeat those problems
-    return problems or [f"{path}.{problem}" for problem in _size_problems(fields, defaults)]
+    return problems or [f"{path}.{problem}" for problem in _find_size_problems(fields, defaults)]
 
 
 def find_multimodal_problems(
-    fields: dict[str, Any], family: MultimodalFamily, defaults: dict[str, Any], path: str
+    fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
 ) -> list[str]:
-    """Problems of a multimodal model's config.json, except those of its text_config.
-
-    Args: as for `find_problems`.
-    """
+    """Problems of a multimodal model's config.json, except those of its text_config."""
     accepted = {*_MULTIMODAL_FIELDS, *TOKEN_ID_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
-    outer = Family(architecture=family.architecture, values=family.values)
-    problems = [*_type_problems(fields), *_feature_problems(fields, outer, accepted, defaults)]
-    return [f"{path}.{problem}" for problem in problems]
+    found = _find_field_problems(fields, family, accepted, defaults)
+    return [f"{path}.{problem}" for problem in found]
 
 
-def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
-    """Names of the sizes that a config.json must have and lacks."""
-    required = {*_SIZE_EXAMPLES} - {*_DERIVED_SIZES} | {*family.required_fields}
-    if not family.has_mlp:
-        required -= {"intermediate_size"}
-    return [name for name in _ALL_EXAMPLES if name in required and name not in fields]
+def list_required_sizes(model_type: str) -> list[str]:
+    """Sizes that a config.json must have, because transformers does not derive them from others.
+
+    Its default is the size of one published model, which would silently be used for the others.
+    """
+    import transformers
+
+    declared: dict[str, Any] = transformers.CONFIG_MAPPING[model_type].__dataclass_fields__
+    family = FAMILIES[model_type]
+    names = {name for name, field in declared.items() if field.default is not None}
+    names = names - {*family.fields} | {*family.required_fields}
+    return [name for name in _EXAMPLES if name in names]
 
 
-_MAX_NUMBER = 10_000
-"""Maximum number of layers or heads; each has an entry in a list."""
+def list_own_fields(model_type: str) -> set[str]:
+    """Fields that a family reads in addition to those of all families."""
+    family = FAMILIES[model_type]
+    own_fields = (*family.fields, family.norm_eps_field, family.activation_field)
+    return {*own_fields, *list_required_sizes(model_type)}
 
 
-def _is_size(value: Any) -> bool:
-    return json_values.is_integer(value) and value > 0
-
-
-_COUNT = Rule(_is_size, "a whole number from 1")
-_FEW = Rule(lambda x: _is_size(x) and x <= _MAX_NUMBER, f"a whole number from 1 to {_MAX_NUMBER:,}")
+_COUNT = Rule(lambda x: json_values.is_integer(x) and x > 0, "a whole number from 1")
+_is_size = _COUNT.is_valid
+# each layer, head or expert has an entry in a list
+_FEW = Rule(lambda x: _is_size(x) and x <= 10_000, "a whole number from 1 to 10,000")
 _TOKEN_IDS = Rule(
     lambda x: all(map(json_values.is_integer, x if isinstance(x, list) else [x])),
     "a token id, a list of them, or null",
 )
-_ACTIVATION = Rule(lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS))
+_LAYERS = Rule(
+    lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)), "a list of layers"
+)
 
-_RULES = {
-    **dict.fromkeys((*_ALL_EXAMPLES, "max_position_embeddings"), _COUNT),
-    **dict.fromkeys(
-        (
-            *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-            *("linear_num_key_heads", "linear_num_value_heads"),
-            *("num_experts", "num_local_experts", "num_experts_per_tok"),
-            *("n_routed_experts", "n_shared_experts", "n_group", "topk_group"),
-        ),
-        _FEW,
-    ),
-    "linear_conv_kernel_dim": Rule(lambda x: _is_size(x) and x > 1, "a whole number from 2"),
-    "full_attention_interval": _COUNT,
-    "decoder_sparse_step": _COUNT,
-    "mlp_only_layers": Rule(
-        lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)), "a list of layers"
-    ),
-    **dict.fromkeys(("norm_topk_prob", "use_qk_norm", "output_router_logits"), SWITCH),
-    **dict.fromkeys(
-        ("first_k_dense_replace", "num_nextn_predict_layers"),
-        Rule(lambda x: x == 0 or _is_size(x), "a whole number from 0"),
-    ),
-    "router_aux_loss_coef": NOT_NEGATIVE,
-    **dict.fromkeys(("linear_a_log_min", "linear_dt_min"), NOT_NEGATIVE),
-    **dict.fromkeys(("linear_a_log_max", "linear_dt_max", "linear_dt_init_floor"), POSITIVE),
-    "rms_norm_eps": POSITIVE,
-    "initializer_range": Rule(
-        lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1"
-    ),
-    **dict.fromkeys((*_SWITCH_FIELDS, "use_sliding_window", "linear_allow_neg_eigval"), SWITCH),
-    **dict.fromkeys(TOKEN_ID_FIELDS, _TOKEN_IDS),
-    "pad_token_id": Rule(json_values.is_integer, "a token id, or null"),
-    "sliding_window": Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null"),
-    "max_window_layers": Rule(json_values.is_integer, "a whole number"),
-    "sliding_window_pattern": _COUNT,
-    "no_rope_layer_interval": _COUNT,
-    "no_rope_layers": Rule(
+_NAMES_BY_RULE = {
+    _FEW: """
+        num_hidden_layers num_attention_heads num_key_value_heads linear_num_key_heads
+        linear_num_value_heads num_experts num_local_experts num_experts_per_tok n_routed_experts
+        n_shared_experts n_group topk_group
+    """,
+    _COUNT: """
+        vocab_size hidden_size head_dim intermediate_size linear_key_head_dim linear_value_head_dim
+        moe_intermediate_size shared_expert_intermediate_size max_position_embeddings
+        full_attention_interval decoder_sparse_step sliding_window_pattern no_rope_layer_interval
+    """,
+    Rule(lambda x: _is_size(x) and x > 1, "a whole number from 2"): "linear_conv_kernel_dim",
+    Rule(lambda x: x == 0 or _is_size(x), "a whole number from 0"): """
+        first_k_dense_replace num_nextn_predict_layers
+    """,
+    Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null"): "sliding_window",
+    Rule(json_values.is_integer, "a whole number"): "max_window_layers",
+    NOT_NEGATIVE: "router_aux_loss_coef linear_a_log_min linear_dt_min",
+    POSITIVE: """
+        linear_a_log_max linear_dt_max linear_dt_init_floor rms_norm_eps layer_norm_eps
+        query_pre_attn_scalar logit_scale logits_scaling final_logit_softcapping
+        attn_logit_softcapping embedding_multiplier attention_multiplier residual_multiplier
+        qk_scale_factor output_multiplier post_norm_eps routed_scaling_factor swiglu_alpha
+        swiglu_limit
+    """,
+    Rule(lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1"): """
+        initializer_range
+    """,
+    SWITCH: """
+        tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_qk_norm output_router_logits
+        use_sliding_window linear_allow_neg_eigval
+    """,
+    _TOKEN_IDS: "bos_token_id eos_token_id",
+    Rule(json_values.is_integer, "a token id, or null"): "pad_token_id",
+    _LAYERS: "mlp_only_layers",
+    Rule(
         lambda x: isinstance(x, list) and all(item in (0, 1) for item in x), "a list of 0 and 1"
-    ),
-    "layer_rope_theta": Rule(
-        lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)),
-        "a list of rope_theta, or 0 for no RoPE, for each layer",
-    ),
-    "hidden_act": _ACTIVATION,
-    "hidden_activation": _ACTIVATION,
-    **dict.fromkeys(
-        (
-            *("layer_norm_eps", "query_pre_attn_scalar", "logit_scale", "logits_scaling"),
-            *("final_logit_softcapping", "attn_logit_softcapping", "embedding_multiplier"),
-            *("attention_multiplier", "residual_multiplier"),
-            *("qk_scale_factor", "output_multiplier", "post_norm_eps"),
-            *("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"),
-        ),
-        POSITIVE,
-    ),
+    ): "no_rope_layers",
+    Rule(
+        _LAYERS.is_valid, "a list of rope_theta, or 0 for no RoPE, for each layer"
+    ): "layer_rope_theta",
+    Rule(
+        lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS)
+    ): "hidden_act hidden_activation",
 }
 
-
-def _type_problems(fields: dict[str, Any]) -> Iterator[str]:
-    """Values of the wrong type among the fields that are read."""
-    names = (name for name in _RULES if name in fields)
-    found = (json_values.find_problem(_RULES, name, fields[name]) for name in names)
-    return filter(None, found)
+_RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names.split()}
 
 
-def _feature_problems(
+def _find_field_problems(
     fields: dict[str, Any], family: Family, accepted: set[str], defaults: dict[str, Any]
 ) -> Iterator[str]:
-    """Fields that require what is not implemented, and unknown fields."""
+    """Values of the wrong type, fields that are not implemented, and unknown fields."""
+    architecture = find_architecture(fields["model_type"])
     for name, value in fields.items():
+        if wrong := json_values.find_problem(_RULES, name, value):
+            yield wrong
         problem = None
-        if name == "quantization_config" and isinstance(value, dict):
-            if value.get("quant_method") in family.quant_methods:
-                continue
-        if name in family.values:
-            problem = _value_problem(name, value, family.values[name], f"for {family.architecture}")
+        if name == "quantization_config":
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            problem = None if method in family.quant_methods else _QUANTIZED
+        elif name in family.values:
+            problem = _find_value_problem(value, family.values[name], f"for {architecture}")
         elif name in _SUPPORTED_VALUES and not (family.window_fields and name in _WINDOW_FIELDS):
-            problem = _value_problem(name, value, *_SUPPORTED_VALUES[name])
+            problem = _find_value_problem(value, *_SUPPORTED_VALUES[name])
         elif name == "layer_types":
             # whether they agree with the window is checked when the window is read
             if not isinstance(value, list) or not {*map(str, value)} <= {*family.layer_types}:
                 types = errors.format_choices(family.layer_types)
                 problem = f"is not implemented: layers must have {types}. Leave it out."
-        elif name == "architectures" and not _is_architecture(value, fields, family):
-            problem = f"is not implemented: jaxsp trains {family.architecture}. Leave it out."
+        elif name == "architectures" and not _is_architecture(value, fields):
+            problem = f"is not implemented: jaxsp trains {architecture}. Leave it out."
         elif name not in accepted and (name not in defaults or value != defaults[name]):
             hint = ""
             if name not in PASSED_FIELDS:  # a field of another family is not a typo
@@ -282,39 +269,27 @@ def _feature_problems(
             yield f"{name} = {format_value(value)}: {problem}"
 
 
-def reward_architecture(model_type: Any) -> str | None:
-    """Name in transformers of a family's reward models; None without one."""
-    # the module itself cannot be imported without torch
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
-    )
-
-    name = str(model_type)  # any value of a config.json
-    return NAMES.get(name) if name in FAMILIES else None
-
-
-def _is_architecture(value: Any, fields: dict[str, Any], family: Family) -> bool:
+def _is_architecture(value: Any, fields: dict[str, Any]) -> bool:
     """True for a language model, and for a reward model with one score."""
-    if value == [family.architecture]:
+    if value == [find_architecture(fields["model_type"])]:
         return True
     labels = fields.get("id2label") or {"0": ""}
     is_one_label = isinstance(labels, dict) and len(labels) == 1
     is_one_score = fields.get("num_labels", 1) == 1 and is_one_label
-    return is_one_score and value == [reward_architecture(fields["model_type"])]
+    return is_one_score and value == [find_reward_architecture(fields["model_type"])]
 
 
-def _value_problem(name: str, value: Any, supported: tuple[Any, ...], reason: str) -> str | None:
+def _find_value_problem(value: Any, supported: tuple[Any, ...], reason: str) -> str | None:
     """Problem of a field with a fixed meaning, or None."""
     if value in supported:
         return None
-    if name in _SUGGESTIONS:
-        return f"is not implemented: {reason}. {_SUGGESTIONS[name]}."
     suggestions = [f"Use {format_value(fixed)}" for fixed in supported] or ["Write null"]
     return f"is not implemented: {reason}. {', or '.join([*suggestions, 'leave it out'])}."
 
 
-def _size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
+def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
     """Sizes that do not fit together. Args: defaults: those of transformers."""
+    given = defaults | fields
     num_heads = fields["num_attention_heads"]
     hidden_size = fields["hidden_size"]
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
@@ -349,11 +324,10 @@ def _size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator
             f"linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
         )
-    yield from _expert_problems(fields, defaults)
+    yield from _find_expert_problems(given, fields)
     for name in ("linear_a_log", "linear_dt"):
-        low, high = (
-            (defaults | fields).get(f"{name}_{end}", end == "max") for end in ("min", "max")
-        )
+        low = given.get(f"{name}_min", 0)
+        high = given.get(f"{name}_max", 1)
         if low >= high:
             yield f"{name}_min = {low}: must be below {name}_max, which is {high}."
     num_layers = fields["num_hidden_layers"]
@@ -365,10 +339,9 @@ def _size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator
     )
 
 
-def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
-    """Numbers of experts that do not fit together. Args: as in `_size_problems`."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    num_experts = next((fields[name] for name in names if name in fields), None)
+def _find_expert_problems(given: dict[str, Any], fields: dict[str, Any]) -> Iterator[str]:
+    """Numbers of experts that do not fit together. Args: given: also transformers' defaults."""
+    num_experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
     num_chosen = fields.get("num_experts_per_tok")
     if num_experts is None or num_chosen is None:
         return
@@ -378,9 +351,8 @@ def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterat
             f"{num_experts}."
         )
         return
-    num_groups, num_chosen_groups = (
-        (defaults | fields).get(name, 1) for name in ("n_group", "topk_group")
-    )
+    num_groups = given.get("n_group", 1)
+    num_chosen_groups = given.get("topk_group", 1)
     if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
         yield (
             f"n_group = {num_groups}: must divide n_routed_experts, which is {num_experts}, "

@@ -17,8 +17,8 @@ from jaxsp.blocks.block_config import (
     NormNames,
 )
 from jaxsp.blocks.config import ATTENTION, DELTA_NET, QueryScale
-from jaxsp.hf.rope.rope_fields import ORIGINAL
-from jaxsp.hf.rope.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION, RopeSupport
+from jaxsp.hf.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION
+from jaxsp.hf.rope_types import ORIGINAL, RopeSupport
 
 LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
 
@@ -30,24 +30,19 @@ TYPED_WINDOW_FIELDS = ("sliding_window", "sliding_window_pattern", "layer_types"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Properties of a `model_type` that the fields of its config.json do not give."""
+    """Properties of a `model_type` that the fields of its config.json do not give.
 
-    architecture: str
-    """Class that transformers loads an export with."""
-    bias_fields: tuple[str, ...] = ()
+    Of a multimodal one, jaxsp trains the text model: values and other_parts are those beside it.
+    """
+
     required_fields: tuple[str, ...] = ()
-    """Fields that a config.json must have: transformers' default is the size of one published
-    model, which would silently be used for the others."""
-    has_mlp: bool = True
-    """False if no layer has an MLP, so that a config.json has no intermediate_size."""
-    has_output_bias: bool = True
-    """False if attention_bias is for q, k and v only."""
+    """Sizes that a config.json must have in addition to `config_checks.list_required_sizes`."""
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ModelConfig that the family fixes."""
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {}
     """Fields of ModelConfig from those of a config.json with transformers' defaults."""
     fields: tuple[str, ...] = ()
-    """Fields of a config.json that only this family has, besides the required ones."""
+    """Fields of a config.json that only this family has, besides sizes that it must have."""
     null_fields: tuple[str, ...] = ()
     """Fields in which null means none of it, and is not transformers' default."""
     values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -61,12 +56,12 @@ class Family:
     has_rope: Callable[[dict[str, Any], int], bool] = lambda given, layer: True
     """Function that returns True if a layer, by its number, has RoPE."""
     window_fields: tuple[str, ...] = ()
-    """Fields of this family for sliding windows.
-
-    If `layer_types` is one of them, it selects the layers with a window; transformers derives a
-    missing `layer_types` from the other fields. Otherwise every layer has the window.
-    """
-
+    """Fields for sliding windows. If `layer_types` is one of them, it selects the layers with a
+    window; transformers derives a missing one from the others. Otherwise all layers have it."""
+    text_types: tuple[str, ...] = ()
+    """Families of a multimodal family's text model; transformers' default is the first."""
+    unused_text_fields: tuple[str, ...] = ()
+    """Fields of text_config that only the text model's own class uses."""
     other_parts: tuple[str, ...] = ()
     """First names of stored tensors that transformers' class of the text model ignores."""
     extra_layers_field: str | None = None
@@ -77,7 +72,9 @@ class Family:
     divided_tensors: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Modules of transformers whose tensors are stored as those of several modules, concatenated
     along the rows. Files may divide the rows at other places than jaxsp, or not at all."""
-    has_experts: Callable[[dict[str, Any], int], bool] = lambda given, layer: False
+    has_experts: Callable[[dict[str, Any], int], bool] = lambda given, _: (
+        "num_experts_per_tok" in given
+    )
     """Function that returns True if a layer, by its number, has experts in place of an MLP."""
     has_other_parts: bool = False
     """True if exports are the multimodal model with all its parts, because transformers has no
@@ -95,27 +92,6 @@ class Family:
         """Values that `layer_types` may have."""
         return tuple(self.mixers) or LAYER_TYPES
 
-    @property
-    def own_fields(self) -> tuple[str, ...]:
-        """Fields that this family reads in addition to those of all families."""
-        return (*self.required_fields, *self.fields, self.norm_eps_field, self.activation_field)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MultimodalFamily:
-    """Properties of a multimodal `model_type`, of which jaxsp trains the text model."""
-
-    architecture: str
-    """Class of the multimodal model in transformers."""
-    text_types: tuple[str, ...]
-    """Families of the text model; transformers' default is the first."""
-    unused_text_fields: tuple[str, ...] = ()
-    """Fields of text_config that only the text model's own class uses."""
-    values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Fields beside text_config with a fixed meaning, and the values that match it."""
-    other_parts: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
-    """Names of the modules beside the text model, which are left out."""
-
 
 _BIASES = ("attention_bias", "mlp_bias")
 _NORMS_AFTER = NormNames(
@@ -131,11 +107,12 @@ _GEMMA_NORMS = NormNames(
     post_mlp="post_feedforward_layernorm",
 )
 _GEMMA: dict[str, Any] = {
-    "bias_fields": ("attention_bias",),
-    "required_fields": ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
     "window_fields": TYPED_WINDOW_FIELDS,
     "activation_field": "hidden_activation",
-    "fields": ("final_logit_softcapping", "attn_logit_softcapping"),
+    "fields": (
+        *("attention_bias", "query_pre_attn_scalar"),
+        *("final_logit_softcapping", "attn_logit_softcapping"),
+    ),
     "null_fields": ("final_logit_softcapping", "attn_logit_softcapping"),
     "values": {
         "use_bidirectional_attention": (False,),
@@ -160,6 +137,11 @@ def _read_gemma(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_GRANITE_FIELDS = (
+    *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+)
+
+
 def _read_granite(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention_scale": float(given["attention_multiplier"]),
@@ -170,33 +152,25 @@ def _read_granite(given: dict[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM", bias_fields=_BIASES),
+    "llama": Family(fields=_BIASES),
     "mistral": Family(
-        architecture="MistralForCausalLM",
-        required_fields=("num_key_value_heads",),
         window_fields=("sliding_window",),
     ),
     "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        required_fields=("num_key_value_heads",),
         model={"qkv_bias": True},
         window_fields=QWEN_WINDOW_FIELDS,
     ),
     "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        bias_fields=("attention_bias",),
-        required_fields=("num_key_value_heads", "head_dim"),
+        fields=("attention_bias",),
         model={"qk_norm": "head"},
         window_fields=QWEN_WINDOW_FIELDS,
     ),
     "gemma2": Family(
-        architecture="Gemma2ForCausalLM",
         **_GEMMA,
         model={"norm": "rms_plus_one", "norm_names": _GEMMA_NORMS},
         read=_read_gemma,
     ),
     "gemma3_text": Family(
-        architecture="Gemma3ForCausalLM",
         **_GEMMA,
         model={"norm": "rms_plus_one", "norm_names": _GEMMA_NORMS, "qk_norm": "head"},
         rope=RopeSupport(
@@ -206,28 +180,22 @@ FAMILIES = {
         read=lambda given: _read_gemma(given) | {"attention_softcap": None},
     ),
     "olmo2": Family(
-        architecture="Olmo2ForCausalLM",
-        bias_fields=("attention_bias",),
+        fields=("attention_bias",),
         model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
     ),
     "olmo3": Family(
-        architecture="Olmo3ForCausalLM",
-        bias_fields=("attention_bias",),
+        fields=("attention_bias",),
         model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
         window_fields=("sliding_window", "layer_types"),
         rope=RopeSupport(layer_types=LAYER_TYPES),
     ),
     "smollm3": Family(
-        architecture="SmolLM3ForCausalLM",
-        bias_fields=_BIASES,
-        required_fields=("num_key_value_heads",),
         window_fields=QWEN_WINDOW_FIELDS,
-        fields=("no_rope_layers", "no_rope_layer_interval"),
+        fields=(*_BIASES, "no_rope_layers", "no_rope_layer_interval"),
         has_rope=lambda given, layer: bool(given["no_rope_layers"][layer]),
         values={"pretraining_tp": (1, 2)},  # not used by its code
     ),
     "phi3": Family(
-        architecture="Phi3ForCausalLM",
         model={"has_fused_qkv": True, "has_fused_gate_up": True},
         window_fields=("sliding_window",),
         rope=RopeSupport(
@@ -241,32 +209,20 @@ FAMILIES = {
             "auto_map": (_PHI_CODE, _PHI_CODE | {"AutoTokenizer": "Xenova/gpt-4o"}),
         },
     ),
-    "granite": Family(
-        architecture="GraniteForCausalLM",
-        bias_fields=_BIASES,
-        fields=(
-            *("embedding_multiplier", "attention_multiplier"),
-            *("residual_multiplier", "logits_scaling"),
-        ),
-        read=_read_granite,
-    ),
+    "granite": Family(fields=(*_BIASES, *_GRANITE_FIELDS), read=_read_granite),
     "glm4": Family(
-        architecture="Glm4ForCausalLM",
-        bias_fields=("attention_bias",),
-        has_output_bias=False,
-        required_fields=("num_key_value_heads", "head_dim"),
+        fields=("attention_bias",),
         model={
             "norm_names": NormNames(
                 post_attention="post_self_attn_layernorm", post_mlp="post_mlp_layernorm"
             ),
             "has_fused_gate_up": True,
+            "output_bias": False,  # attention_bias is for q, k and v only
             "rope_interleaved": True,
         },
         rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     ),
     "ministral3": Family(
-        architecture="Ministral3ForCausalLM",
-        required_fields=("num_key_value_heads", "head_dim"),
         window_fields=("sliding_window",),
         rope=RopeSupport(
             types=("yarn",),
@@ -281,8 +237,6 @@ FAMILIES = {
         },
     ),
     "cohere2": Family(
-        architecture="Cohere2ForCausalLM",
-        bias_fields=("attention_bias",),
         model={
             "norm": "layer",
             "norm_names": NormNames(pre_mlp=None),
@@ -291,7 +245,7 @@ FAMILIES = {
         },
         norm_eps_field="layer_norm_eps",
         window_fields=TYPED_WINDOW_FIELDS,
-        fields=("logit_scale",),
+        fields=("attention_bias", "logit_scale"),
         read=lambda given: {"logit_scale": given["logit_scale"]},
         has_rope=lambda given, layer: given["layer_types"][layer] == LAYER_TYPES[1],
         values={
@@ -314,11 +268,6 @@ EXTRA_LAYERS_FIELDS = frozenset(
 
 _NO_MTP = {"mtp_num_hidden_layers": (0, 1), "mtp_use_dedicated_embeddings": (False,)}
 """Fields of layers that predict further tokens, which are left out, as in transformers."""
-
-_DELTA_NET_FIELDS = (
-    *("linear_num_key_heads", "linear_num_value_heads"),
-    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
-)
 
 _OLMO_INIT_FIELDS = (
     *("linear_a_log_min", "linear_a_log_max"),
@@ -362,54 +311,45 @@ def _read_olmo_hybrid(given: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-
 _ROUTER_LOSS = ("router_aux_loss_coef", "output_router_logits")
 """The loss of a router is added only where its logits are asked for."""
 
 
-def _read_experts(
-    given: dict[str, Any], num_experts: str, size: str, **options: Any
-) -> dict[str, Any]:
-    """Args:
-    num_experts, size: names of the fields with the number and the size of experts.
-    options: fields of ExpertsConfig in which the family differs from Qwen3.
-    """
-    has_loss = given.get("output_router_logits", False)
-    experts = ExpertsConfig(
-        num_experts=given[num_experts],
-        num_chosen=given["num_experts_per_tok"],
-        size=given[size],
-        aux_loss_coef=float(given["router_aux_loss_coef"]) if has_loss else 0.0,
-        **options,
-    )
-    return {"experts": experts}
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the field with the number of experts."""
 
+
+def _read_experts(given: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Args: options: fields of ExpertsConfig in which the family differs from Qwen3."""
+    has_loss = given.get("output_router_logits", False)
+    read = {
+        "num_experts": next(given[name] for name in EXPERT_COUNTS if name in given),
+        "num_chosen": given["num_experts_per_tok"],
+        "size": given.get("moe_intermediate_size") or given["intermediate_size"],
+        "shared_size": given.get("shared_expert_intermediate_size"),
+        "is_normalized": given.get("norm_topk_prob", True),
+        "aux_loss_coef": float(given["router_aux_loss_coef"]) if has_loss else 0.0,
+    }
+    return {"experts": ExpertsConfig(**read | options)}
+
+
+_QWEN_EXPERTS = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_ROUTER_LOSS)
 
 FAMILIES["qwen3_moe"] = Family(
-    architecture="Qwen3MoeForCausalLM",
-    bias_fields=("attention_bias",),
-    required_fields=("num_key_value_heads", "head_dim", *_EXPERT_SIZES),
+    required_fields=("head_dim",),
     model={"qk_norm": "head"},
-    fields=("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_ROUTER_LOSS),
+    fields=("attention_bias", *_QWEN_EXPERTS),
     has_experts=lambda given, layer: (
         layer not in given["mlp_only_layers"] and (layer + 1) % given["decoder_sparse_step"] == 0
     ),
-    read=lambda given: _read_experts(
-        given, "num_experts", "moe_intermediate_size", is_normalized=given["norm_topk_prob"]
-    ),
+    read=_read_experts,
 )
 
 FAMILIES["mixtral"] = Family(
-    architecture="MixtralForCausalLM",
-    required_fields=("num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
     window_fields=("sliding_window",),
     fields=_ROUTER_LOSS,
-    has_experts=lambda given, layer: True,
     read=lambda given: _read_experts(
         given,
-        "num_local_experts",
-        "intermediate_size",
         names=ExpertNames(
             router="block_sparse_moe.gate.weight",
             gate="block_sparse_moe.experts.{expert}.w1.weight",
@@ -421,25 +361,16 @@ FAMILIES["mixtral"] = Family(
 )
 
 FAMILIES["olmoe"] = Family(
-    architecture="OlmoeForCausalLM",
-    bias_fields=("attention_bias",),
-    required_fields=("num_experts", "num_experts_per_tok"),
     model={"qk_norm": "projection"},
-    fields=("norm_topk_prob", *_ROUTER_LOSS),
-    has_experts=lambda given, layer: True,
-    read=lambda given: _read_experts(
-        given, "num_experts", "intermediate_size", is_normalized=given["norm_topk_prob"]
-    ),
+    fields=("attention_bias", "norm_topk_prob", *_ROUTER_LOSS),
+    read=_read_experts,
     values={"clip_qkv": ()},
 )
 
 FAMILIES["qwen3_5_text"] = Family(
-    architecture="Qwen3_5ForCausalLM",
-    bias_fields=("attention_bias",),
-    required_fields=("num_key_value_heads", "head_dim", *_DELTA_NET_FIELDS),
     model={"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": "q_proj"},
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
-    fields=("full_attention_interval", "layer_types"),
+    fields=("attention_bias", "full_attention_interval", "layer_types"),
     read=_read_delta_net,
     rope=RopeSupport(
         outside_fields=("rope_theta", "partial_rotary_factor"),
@@ -457,38 +388,15 @@ FAMILIES["qwen3_5_text"] = Family(
     other_parts=("mtp",),
 )
 
-_SHARED_SIZE = "shared_expert_intermediate_size"
-
 _QWEN3_5 = FAMILIES["qwen3_5_text"]
-
-
-def _read_qwen_experts(
-    given: dict[str, Any], *, has_own_names: bool, **delta_net: Any
-) -> dict[str, Any]:
-    """Args: delta_net: as in `_read_delta_net`."""
-    experts = _read_experts(
-        given,
-        "num_experts",
-        "moe_intermediate_size",
-        is_normalized=given.get("norm_topk_prob", True),
-        shared_size=given[_SHARED_SIZE],
-        has_own_names=has_own_names,
-    )
-    return experts | _read_delta_net(given, **delta_net)
-
 
 FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     _QWEN3_5,
-    architecture="Qwen3_5MoeForCausalLM",
-    required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
     fields=(*_QWEN3_5.fields, *_ROUTER_LOSS),
-    has_mlp=False,
-    has_experts=lambda given, layer: True,
-    read=lambda given: _read_qwen_experts(given, has_own_names=False),
+    model=_QWEN3_5.model | {"intermediate_size": 0},
+    read=lambda given: _read_experts(given, has_own_names=False) | _read_delta_net(given),
     values=_QWEN3_5.values | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
 )
-
-_QWEN3_MOE = FAMILIES["qwen3_moe"]
 
 QWEN3_NEXT_DELTA_NET_NAMES = DeltaNetNames(
     qkv=3 * ("in_proj_qkvz",), gate="in_proj_qkvz", decay="in_proj_ba", strength="in_proj_ba"
@@ -496,12 +404,10 @@ QWEN3_NEXT_DELTA_NET_NAMES = DeltaNetNames(
 
 FAMILIES["qwen3_next"] = dataclasses.replace(
     _QWEN3_5,
-    architecture="Qwen3NextForCausalLM",
-    required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
-    fields=(*_QWEN3_5.fields, *_QWEN3_MOE.fields),
-    has_experts=_QWEN3_MOE.has_experts,
-    read=lambda given: _read_qwen_experts(
-        given, has_own_names=True, names=QWEN3_NEXT_DELTA_NET_NAMES
+    fields=(*_QWEN3_5.fields, *_QWEN_EXPERTS),
+    has_experts=FAMILIES["qwen3_moe"].has_experts,
+    read=lambda given: (
+        _read_experts(given) | _read_delta_net(given, names=QWEN3_NEXT_DELTA_NET_NAMES)
     ),
     rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     values={"hidden_act": ("silu",)},
@@ -511,13 +417,10 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
 def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
     experts = _read_experts(
         given,
-        "n_routed_experts",
-        "moe_intermediate_size",
         scores="sigmoid",
         router_file_dtype="float32",  # in which transformers keeps it
         num_groups=given["n_group"],
         num_chosen_groups=given["topk_group"],
-        is_normalized=given["norm_topk_prob"],
         weight_scale=float(given["routed_scaling_factor"]),
         names=ExpertNames(
             correction="mlp.gate.e_score_correction_bias",
@@ -530,16 +433,11 @@ def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES["glm4_moe"] = Family(
-    architecture="Glm4MoeForCausalLM",
-    bias_fields=("attention_bias",),
-    has_output_bias=False,
-    required_fields=(
-        *("num_key_value_heads", "head_dim", "n_routed_experts", "n_shared_experts"),
-        *("num_experts_per_tok", "moe_intermediate_size"),
-    ),
+    model={"output_bias": False},
+    required_fields=("head_dim",),
     rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     fields=(
-        *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+        *("attention_bias", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
         *("first_k_dense_replace", "num_nextn_predict_layers", "use_qk_norm"),
     ),
     has_experts=lambda given, layer: layer >= given["first_k_dense_replace"],
@@ -550,18 +448,12 @@ FAMILIES["glm4_moe"] = Family(
 
 FAMILIES["granitemoe"] = dataclasses.replace(
     FAMILIES["granite"],
-    architecture="GraniteMoeForCausalLM",
-    bias_fields=("attention_bias",),
-    required_fields=("num_local_experts", "num_experts_per_tok"),
-    fields=(*FAMILIES["granite"].fields, *_ROUTER_LOSS),
-    has_experts=lambda given, layer: True,
+    fields=("attention_bias", *_GRANITE_FIELDS, *_ROUTER_LOSS),
     # The softmax of the chosen experts' logits is that of all, divided by their sum
     read=lambda given: (
         _read_granite(given)
         | _read_experts(
             given,
-            "num_local_experts",
-            "intermediate_size",
             names=ExpertNames(
                 module="block_sparse_moe.experts",
                 router="block_sparse_moe.router.layer.weight",
@@ -574,19 +466,13 @@ FAMILIES["granitemoe"] = dataclasses.replace(
 )
 
 FAMILIES["gpt_oss"] = Family(
-    architecture="GptOssForCausalLM",
     quant_methods=("mxfp4",),
-    bias_fields=("attention_bias",),
-    required_fields=("num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok"),
     model={"has_sinks": True},
     window_fields=("sliding_window", "layer_types"),
-    fields=(*_ROUTER_LOSS, "swiglu_alpha", "swiglu_limit"),
-    has_experts=lambda given, layer: True,
+    fields=("attention_bias", *_ROUTER_LOSS, "swiglu_alpha", "swiglu_limit"),
     # The softmax of the chosen experts' logits is that of all, divided by their sum
     read=lambda given: _read_experts(
         given,
-        "num_local_experts",
-        "intermediate_size",
         clamped_gate=ClampedGate(
             alpha=float(given["swiglu_alpha"]), limit=float(given["swiglu_limit"])
         ),
@@ -609,11 +495,13 @@ FAMILIES["gpt_oss"] = Family(
 )
 
 FAMILIES["olmo_hybrid"] = Family(
-    architecture="OlmoHybridForCausalLM",
-    bias_fields=("attention_bias",),
     model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
-    fields=(*_DELTA_NET_FIELDS, *_OLMO_INIT_FIELDS, "linear_allow_neg_eigval", "layer_types"),
+    fields=(
+        *("attention_bias", "linear_allow_neg_eigval", "layer_types"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+        *("linear_value_head_dim", "linear_conv_kernel_dim", *_OLMO_INIT_FIELDS),
+    ),
     read=_read_olmo_hybrid,
     rope=RopeSupport(is_optional=True),
     values={"hidden_act": ("silu",)},  # also the activation of the convolutions
@@ -628,10 +516,7 @@ FAMILIES["olmo_hybrid"] = Family(
 
 
 FAMILIES["muse_glimmer_text"] = Family(
-    architecture="MuseGlimmerForConditionalGeneration",
     has_other_parts=True,
-    bias_fields=("attention_bias",),
-    required_fields=("num_key_value_heads", "head_dim"),
     model={
         "norm": "rms_plus_one",
         "last_norm": "rms",
@@ -643,7 +528,7 @@ FAMILIES["muse_glimmer_text"] = Family(
     activation_field="hidden_activation",
     window_fields=("sliding_window", "layer_types"),
     fields=(
-        *("qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
+        *("attention_bias", "qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
         *("post_norm_eps", "layer_rope_theta"),
     ),
     null_fields=("final_logit_softcapping",),  # refused by transformers
@@ -659,29 +544,49 @@ FAMILIES["muse_glimmer_text"] = Family(
 )
 
 MULTIMODAL_FAMILIES = {
-    "gemma3": MultimodalFamily(
-        architecture="Gemma3ForConditionalGeneration",
+    "gemma3": Family(
         text_types=("gemma3_text",),
         unused_text_fields=("final_logit_softcapping",),
+        other_parts=("vision_tower", "multi_modal_projector"),
     ),
-    "mistral3": MultimodalFamily(
-        architecture="Mistral3ForConditionalGeneration", text_types=("mistral", "ministral3")
+    "mistral3": Family(
+        text_types=("mistral", "ministral3"), other_parts=("vision_tower", "multi_modal_projector")
     ),
-    "qwen3_5": MultimodalFamily(
-        architecture="Qwen3_5ForConditionalGeneration",
+    "qwen3_5": Family(
         text_types=("qwen3_5_text",),
         values={"language_model_only": (False,), **_NO_MTP},
         other_parts=("visual", "mtp"),
     ),
-    "qwen3_5_moe": MultimodalFamily(
-        architecture="Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe": Family(
         text_types=("qwen3_5_moe_text",),
         values={"language_model_only": (False,), **_NO_MTP},
         other_parts=("visual", "mtp"),
     ),
-    "muse_glimmer": MultimodalFamily(
-        architecture="MuseGlimmerForConditionalGeneration",
+    "muse_glimmer": Family(
         text_types=("muse_glimmer_text",),
         other_parts=("vision_tower", "vision_adapter", "vision_projection"),
     ),
 }
+
+
+def find_architecture(model_type: str) -> str:
+    """Returns the class of transformers that an export or a multimodal model is loaded with."""
+    # the module itself cannot be imported without torch
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    if model_type in FAMILIES and not FAMILIES[model_type].has_other_parts:
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type.removesuffix("_text")]
+
+
+def find_reward_architecture(model_type: Any) -> str | None:
+    """Returns the class of a family's reward models in transformers; None without one."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
+    )
+
+    name = str(model_type)  # any value of a config.json
+    return NAMES.get(name) if name in FAMILIES else None

@@ -34,9 +34,9 @@ class HubError(UserError):
     """Raised if the hub cannot be reached, or refuses a model to this login."""
 
     def __init__(self, problem: str, *, reason: str):
+        """Args: reason: without suggestions, as part of a sentence."""
         super().__init__(problem)
         self.reason = reason
-        """The reason without suggestions, as part of a sentence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,7 @@ def find(
         names: names and patterns of files to download, by default all except weights.
         config_file: name of the file that the folder must have.
         deadline_s: longest wait for the hub; None: no limit.
-    Raises:
-        HubError if the hub cannot be reached or refuses the model; other UserError if there is no
-        such folder or model, or it has no config file.
+    Raises: HubError; other UserError if there is no such folder or model, or no config file in it.
     """
     with at(field, source):
         path = paths.expand_user(source)
@@ -84,22 +82,19 @@ def find(
         is_on_hub = not path.is_dir()
         if is_on_hub and paths.is_path(source):
             raise UserError(_missing_problem(path, config_file))
-        if is_on_hub:
-            try:
+        try:
+            if is_on_hub:
                 path = _find_snapshot(source, names, deadline_s)
-            except HubError as error:
-                if not has_parent(source):
-                    raise
-                problem = _missing_problem(path, config_file)
-                raise HubError(problem, reason=error.reason) from None
+        except HubError as error:
+            if not has_parent(source):
+                raise
+            raise HubError(_missing_problem(path, config_file), reason=error.reason) from None
         files.check_model_folder(path)
         if not (path / config_file).is_file():
             library = "transformers" if config_file == _CONFIG_FILE else "PEFT"
             problem = f"{path} contains no {config_file}. Give a folder that {library} loads."
-            if is_on_hub:
-                problem += " If a download was interrupted, complete it with: hf download "
-                problem += f"{source}."
-            raise UserError(problem)
+            more = f" If a download was interrupted, complete it with: hf download {source}."
+            raise UserError(problem + more if is_on_hub else problem)
         fields = read_json(path / config_file)
     return ModelFolder(
         source=source, field=field, path=path, config_fields=fields, is_on_hub=is_on_hub
@@ -113,13 +108,13 @@ def has_parent(source: str) -> bool:
 
 def _missing_problem(path: pathlib.Path, config_file: str = _CONFIG_FILE) -> str:
     """The problem of a missing folder, with a suggestion."""
-    names = [file.parent.name for file in path.parent.glob(f"*/{config_file}")]
     is_model = config_file == _CONFIG_FILE
     kind = "a model" if is_model else "an adapter"
+    example = ", such as Qwen/Qwen3-0.6B" if is_model else ""
+    names = [file.parent.name for file in path.parent.glob(f"*/{config_file}")]
     return (
         f"there is no folder {path.absolute()}. Give a folder with {kind}'s {config_file}, or the "
-        f"name of {kind} on the hub{', such as Qwen/Qwen3-0.6B' if is_model else ''}."
-        f"{errors.did_you_mean(path.name, names)}"
+        f"name of {kind} on the hub{example}.{errors.did_you_mean(path.name, names)}"
     )
 
 
@@ -173,7 +168,7 @@ def copy_small_files(
     patterns: tuple[str, ...] = _SMALL_FILES,
     exclude: tuple[str, ...] = (),
 ) -> None:
-    """Copies files of a model, by default all except weights: configs, tokenizer, chat template."""
+    """Copies files of a model, by default all except weights."""
     with at("cannot be copied"):
         files.check_model_folder(folder)
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
@@ -205,26 +200,26 @@ def _download(source: str, names: Iterable[str], revision: str | None = None) ->
             "hf auth login."
         ) from None
     except (hub.HTTPError, hub.XetDownloadError, OSError) as error:
-        raise _download_error(error, source) from None
+        raise _explain(error, source) from None
 
 
-def _download_error(error: Exception, source: str) -> UserError:
+def _explain(error: Exception, source: str) -> UserError:
     """The error of a download that failed for a reason other than the model's name."""
     is_missing_in_cache = isinstance(error, hub.LocalEntryNotFoundError)
     cause = error
     if is_missing_in_cache and isinstance(error.__cause__, Exception):
         cause = error.__cause__
+    text = errors.first_line(cause)
     if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
-        reason = f"the hub refuses: {errors.first_line(cause)}"
+        reason = f"the hub refuses: {text}"
         problem = f"{reason}. Log in with a token that may read it: hf auth login."
         return HubError(problem, reason=reason)
     if not is_missing_in_cache:
-        problem = f"cannot be downloaded: {errors.first_line(cause)}. "
-        problem += "Try again: completed files are kept."
+        problem = f"cannot be downloaded: {text}. Try again: completed files are kept."
         if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # an error of the disk
             return UserError(problem)
-        return HubError(problem, reason=f"the download failed: {errors.first_line(cause)}")
-    reason = f"the hub cannot be reached ({errors.first_line(cause)})"
+        return HubError(problem, reason=f"the download failed: {text}")
+    reason = f"the hub cannot be reached ({text})"
     suggestion = "Try again"
     if isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.blocks.config import ATTENTION, EXPERTS, MLP, LayerConfig, ModelConfig, Rope
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
-from jaxsp.core.errors import UserError
-from jaxsp.hf import config_checks, folder, text_part
+from jaxsp.core.errors import UserError, at
+from jaxsp.hf import config_checks, context_range, folder, multimodal, rope_forms, rope_types
 from jaxsp.hf.families import (
     EXTRA_LAYERS_FIELDS,
     FAMILIES,
     LAYER_TYPES,
     MULTIMODAL_FAMILIES,
     Family,
+    find_architecture,
+    find_reward_architecture,
 )
 from jaxsp.hf.model_source import ModelSourceConfig
-from jaxsp.hf.rope import rope_forms, rope_override, rope_types
-from jaxsp.hf.rope.rope_types import RopeInputs
+from jaxsp.hf.rope_types import RopeInputs
 
 if TYPE_CHECKING:
     import transformers
@@ -35,22 +36,15 @@ def read_fields(
 
     Downloads at most config.json.
 
-    Args:
-        deadline_s: longest wait for the hub; None: no limit.
+    Args: deadline_s: as for `folder.find`.
     Returns: the fields, and the name of the config in messages.
-    Raises:
-        HubError if the hub cannot be reached, or this account has no access to the model; another
-        UserError if the config cannot be read, or model.rope does not fit it.
     """
-    if model.source is not None:
-        source = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
-        fields = source.config_fields
-        field = str(source.path / "config.json")
-    else:
+    if model.source is None:
         assert model.config is not None, "the config's schema requires one of them"
-        fields = model.config
-        field = "model.config"
-    return resolve_fields(fields, model, field=field), field
+        return resolve_fields(model.config, model, field="model.config"), "model.config"
+    source = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
+    field = str(source.path / "config.json")
+    return resolve_fields(source.config_fields, model, field=field), field
 
 
 def resolve_fields(
@@ -60,18 +54,15 @@ def resolve_fields(
 
     These are model.rope and model.max_position_embeddings. Resolving again changes nothing.
 
-    Args:
-        fields: fields of a config.json, which may be a multimodal model's.
-        field: name of the config.json in error messages.
+    Args: fields: fields of a config.json, which may be a multimodal model's.
     Raises: UserError if the fields are invalid, or the changes do not fit them.
     """
-    text, text_field = text_part.read_text_fields(fields, field)
+    text, text_field = multimodal.read_text_fields(fields, field)
     family = _find_family(text, text_field)
-    has_changes = model.rope is not None or model.max_position_embeddings is not None
-    if text is fields and not has_changes:
+    if text is fields and model.rope is None and model.max_position_embeddings is None:
         return fields
-    _, resolved = _parse_fields(text, text_field)  # here, so that messages have the field's name
-    return rope_override.apply(text, model, resolved=resolved.to_dict(), support=family.rope)
+    resolved = _parse_fields(text, text_field)[1].to_dict()  # messages have the field's name
+    return context_range.apply_changes(text, model, resolved=resolved, support=family.rope)
 
 
 def parse_model_config(
@@ -83,9 +74,7 @@ def parse_model_config(
         field: name of the config in error messages, for example `model.config`.
         row_tokens: length of the rows, by which longrope chooses its factors; None: no
             longer than the model's original range.
-    Raises:
-        UserError with a line for every field that is missing, unknown, of the wrong type or not
-        implemented.
+    Raises: UserError with all fields that are missing, unknown, wrong or not implemented.
     """
     return _parse_fields(fields, field, row_tokens)[0]
 
@@ -95,24 +84,20 @@ def add_router_losses(model: ModelConfig, config: ModelSourceConfig) -> ModelCon
 
     Raises: UserError for a model without experts, and if a bias balances them.
     """
+    problem = ""
+    if model.experts is None:
+        problem = "the model has no experts"
+    elif model.experts.scores == "sigmoid":
+        problem = "routers with sigmoids have no such loss; e_score_correction_bias balances them"
     for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-        factor = getattr(config, name)
-        if factor and model.experts is None:
-            raise UserError(f"model.{name} = {factor}: the model has no experts. Remove the field.")
-        if factor and model.experts and model.experts.scores == "sigmoid":
-            raise UserError(
-                f"model.{name} = {factor}: routers with sigmoids have no such loss; "
-                "e_score_correction_bias balances them. Remove the field."
-            )
+        if problem and (factor := getattr(config, name)):
+            raise UserError(f"model.{name} = {factor}: {problem}. Remove the field.")
     if model.experts is None:
         return model
-    aux_loss_coef = config.router_aux_loss_coef
-    experts = dataclasses.replace(
-        model.experts,
-        aux_loss_coef=model.experts.aux_loss_coef if aux_loss_coef is None else aux_loss_coef,
-        z_loss_coef=config.router_z_loss_coef,
-    )
-    return dataclasses.replace(model, experts=experts)
+    losses: dict[str, Any] = {"z_loss_coef": config.router_z_loss_coef}
+    if config.router_aux_loss_coef is not None:
+        losses["aux_loss_coef"] = config.router_aux_loss_coef
+    return dataclasses.replace(model, experts=dataclasses.replace(model.experts, **losses))
 
 
 def make_config_json(
@@ -123,14 +108,12 @@ def make_config_json(
     Transformers 5 reads `rope_parameters` and `dtype`. Transformers 4 reads `rope_theta`,
     `rope_scaling` and `torch_dtype`; without them it would use its default RoPE.
 
-    Args:
-        fields: the fields that `parse_model_config` was called with.
-        token_ids: result of `choose_token_ids`. pad_token_id stays the model's own.
+    Args: token_ids: result of `choose_token_ids`. pad_token_id stays the model's own.
     """
     _, resolved = _parse_fields(fields, "config.json")
     family = FAMILIES[fields["model_type"]]
     padding_id = read_padding_id(fields)
-    head: dict[str, Any] = {"architectures": [family.architecture]}
+    head: dict[str, Any] = {"architectures": [find_architecture(fields["model_type"])]}
     if is_reward_model(fields):
         # transformers scores the last token of a row that is not pad_token_id. If that were the
         # end token, it would score the one before it; null lets it score one row at a time only
@@ -144,7 +127,7 @@ def make_config_json(
         }
     return {
         **resolved.to_diff_dict(),
-        **_renamed_fields(resolved, family),
+        **_renamed_fields(resolved),
         **token_ids,
         "pad_token_id": padding_id,
         **head,
@@ -162,7 +145,7 @@ def make_reward_fields(fields: dict[str, Any], *, field: str) -> dict[str, Any]:
 
     Raises: UserError if transformers has none for the family.
     """
-    architecture = config_checks.reward_architecture(fields.get("model_type"))
+    architecture = find_reward_architecture(fields.get("model_type"))
     if architecture is None:
         raise UserError(
             f"objective.type = reward: {field}: transformers has no model for the scores of "
@@ -174,7 +157,7 @@ def make_reward_fields(fields: dict[str, Any], *, field: str) -> dict[str, Any]:
 
 def is_reward_model(fields: dict[str, Any]) -> bool:
     """True if a config.json is that of a reward model."""
-    architecture = config_checks.reward_architecture(fields.get("model_type"))
+    architecture = find_reward_architecture(fields.get("model_type"))
     return architecture is not None and fields.get("architectures") == [architecture]
 
 
@@ -190,9 +173,9 @@ def choose_token_ids(
 ) -> dict[str, Any]:
     """Returns the ids of special tokens: from the tokenizer, else from the config, else null.
 
-    A list in the config that contains the tokenizer's id is kept whole. The default of the model
-    family is never used: Llama's eos_token_id = 2 is an ordinary byte for a byte tokenizer. These
-    are the ids of generation_config.json; see `add_token_ids` for config.json.
+    They are those of generation_config.json. A list in the config that contains the tokenizer's id
+    is kept whole. The default of the model family is never used: Llama's eos_token_id = 2 is an
+    ordinary byte for a byte tokenizer.
     """
     token_ids = {}
     for name in config_checks.TOKEN_ID_FIELDS:
@@ -208,12 +191,11 @@ def add_token_ids(
 ) -> dict[str, Any]:
     """Returns the fields of a config.json with the ids of `choose_token_ids`.
 
-    pad_token_id stays the model's own, because it is more than a name of a token: see
-    `read_padding_id`. Another one, for example the tokenizer's, would change how the model trains
-    when it is loaded again.
+    pad_token_id stays the model's own: another one would change how the model trains when it is
+    loaded again (see `read_padding_id`).
     """
-    padding = {"pad_token_id": read_padding_id(fields)}
-    return fields | choose_token_ids(fields, tokenizer) | padding
+    token_ids = choose_token_ids(fields, tokenizer)
+    return fields | token_ids | {"pad_token_id": read_padding_id(fields)}
 
 
 def read_padding_id(fields: dict[str, Any]) -> int | None:
@@ -239,7 +221,6 @@ def _parse_fields(
     """Returns jaxsp's model config, and transformers' config, which has the defaults."""
     import transformers
 
-    has_null_window = fields.get("sliding_window", 0) is None
     given_fields = fields
     kept = {}
     for name, value in fields.items():
@@ -250,8 +231,8 @@ def _parse_fields(
             kept[str(name)] = value
     fields = kept
     family = _find_family(fields, path)
-    fields = _use_published_names(fields, family, path)
-    if has_null_window and family.window_fields:
+    fields = _use_published_names(fields, path)
+    if given_fields.get("sliding_window", 0) is None and family.window_fields:
         fields["sliding_window"] = None  # transformers' default is a window
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
     problems = config_checks.find_problems(fields, family, defaults, path)
@@ -264,7 +245,8 @@ def _parse_fields(
         )
     if problems:
         raise UserError(problems)
-    names = (*config_checks.PASSED_FIELDS, *family.window_fields, *family.own_fields)
+    own_fields = config_checks.list_own_fields(fields["model_type"])
+    names = (*config_checks.PASSED_FIELDS, *family.window_fields, *own_fields)
     passed = {name: fields[name] for name in names if name in fields}
     passed |= {name: None for name in family.null_fields if given_fields.get(name, 0) is None}
     if family.rope.is_optional and theta == rope_forms.NO_ROPE:
@@ -273,12 +255,13 @@ def _parse_fields(
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
     except Exception as error:  # any, depending on the family
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"{path}: transformers refuses it: {reason}") from None
-    given = resolved.to_dict() | _renamed_fields(resolved, family)
-    given |= {name: fields[name] for name in ("layer_types",) if name in fields}
+    given = resolved.to_dict() | _renamed_fields(resolved)
+    if "layer_types" in fields:
+        given["layer_types"] = fields["layer_types"]
     has_scores = is_reward_model(given_fields)
-    has_bias = "attention_bias" in family.bias_fields and given["attention_bias"]
+    has_bias = "attention_bias" in family.fields and given["attention_bias"]
     head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
     model = {
         "vocab_size": given["vocab_size"],
@@ -286,25 +269,25 @@ def _parse_fields(
         "num_heads": given["num_attention_heads"],
         "num_kv_heads": given["num_key_value_heads"],
         "head_dim": head_dim,
-        "intermediate_size": given["intermediate_size"] if family.has_mlp else 0,
+        "intermediate_size": given.get("intermediate_size", 0),
         "layers": _parse_layers(given, family, head_dim, path, row_tokens),
         "norm_eps": given[family.norm_eps_field],
         "activation": config_checks.ACTIVATIONS[given[family.activation_field]],
         "qkv_bias": has_bias,
-        "output_bias": has_bias and family.has_output_bias,
-        "mlp_bias": "mlp_bias" in family.bias_fields and given["mlp_bias"],
+        "output_bias": has_bias,
+        "mlp_bias": "mlp_bias" in family.fields and given["mlp_bias"],
         "padding_id": read_padding_id(given_fields | {"vocab_size": given["vocab_size"]}),
         "tie_embeddings": given["tie_word_embeddings"] and not has_scores,
         "has_scores": has_scores,
         "initializer_range": float(given["initializer_range"]),
     }
-    config = ModelConfig(**model | family.model | family.read(given))
-    if not any(layer.feed_forward == EXPERTS for layer in config.layers):
-        config = dataclasses.replace(config, experts=None)
-    return config, resolved
+    model |= family.model | family.read(given)
+    if not any(layer.feed_forward == EXPERTS for layer in model["layers"]):
+        model["experts"] = None
+    return ModelConfig(**model), resolved
 
 
-def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
+def _use_published_names(fields: dict[str, Any], path: str) -> dict[str, Any]:
     """Fields under the names that the family reads, also where transformers 5 wrote others.
 
     Raises: UserError if a field has other values under its two names.
@@ -312,7 +295,7 @@ def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> d
     import transformers
 
     names = transformers.CONFIG_MAPPING[fields["model_type"]].attribute_map
-    for name in names.keys() & {*family.own_fields}:
+    for name in names.keys() & config_checks.list_own_fields(fields["model_type"]):
         new_name = names[name]
         if new_name not in fields:
             continue
@@ -326,12 +309,12 @@ def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> d
     return fields
 
 
-def _renamed_fields(resolved: "transformers.PreTrainedConfig", family: Family) -> dict[str, Any]:
+def _renamed_fields(resolved: "transformers.PreTrainedConfig") -> dict[str, Any]:
     """Fields of the family under the names of published models, where transformers 5 has others.
 
     Transformers 4 reads these only.
     """
-    names = resolved.attribute_map.keys() & {*family.own_fields}
+    names = resolved.attribute_map.keys() & config_checks.list_own_fields(resolved.model_type)
     return {name: getattr(resolved, name) for name in sorted(names)}
 
 
@@ -346,8 +329,9 @@ def _parse_layers(
     for layer, theta in enumerate([] if name is None else given[name]):
         # transformers reads only the zeros of this field
         if theta not in (0, groups["rope_theta"]):
+            architecture = find_architecture(given["model_type"])
             raise UserError(
-                f"{path}.{name}[{layer}] = {theta}: is not implemented: {family.architecture} uses "
+                f"{path}.{name}[{layer}] = {theta}: is not implemented: {architecture} uses "
                 f"rope_theta, {groups['rope_theta']}, in every layer that has RoPE. Use that, or 0 "
                 "for none."
             )
@@ -363,31 +347,28 @@ def _parse_layers(
             max_position_embeddings=given.get("max_position_embeddings"),
             row_tokens=row_tokens,
         )
-        field = f"{path}.rope_parameters" + (f".{layer_type}" if is_nested else "")
-        return rope_types.parse(inputs, field=field)
+        place = f"rope_parameters.{layer_type}" if is_nested else "rope_parameters"
+        with at(f"{path}.{place}.rope_type", inputs.group["rope_type"]):
+            return rope_types.parse(inputs)
 
     layers = []
     for layer, (window, layer_type) in enumerate(zip(windows, types, strict=True)):
         mixer = family.mixers.get(layer_type, ATTENTION)
+        rope = parse_rope(layer_type) if mixer == ATTENTION else None
+        if rope is not None and not family.has_rope(given, layer):
+            rope = Rope(frequencies=(0.0,) * len(rope.frequencies), description="none")
         feed_forward = EXPERTS if family.has_experts(given, layer) else MLP
-        if mixer != ATTENTION:
-            layers.append(LayerConfig(mixer=mixer, feed_forward=feed_forward, rope=None))
-            continue
-        layer_rope = parse_rope(layer_type)
-        if not family.has_rope(given, layer):
-            frequencies = (0.0,) * len(layer_rope.frequencies)
-            layer_rope = Rope(frequencies=frequencies, description="none")
-        layers.append(LayerConfig(window=window, feed_forward=feed_forward, rope=layer_rope))
+        layers.append(LayerConfig(mixer=mixer, window=window, feed_forward=feed_forward, rope=rope))
     return tuple(layers)
 
 
 def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int | None]:
     """Window of each layer; None for full attention."""
     num_layers = given["num_hidden_layers"]
-    window = given.get("sliding_window")
-    types = given.get("layer_types") or [LAYER_TYPES[window is not None]] * num_layers
     if family.mixers:
         return [None] * num_layers
+    window = given.get("sliding_window")
+    types = given.get("layer_types") or [LAYER_TYPES[window is not None]] * num_layers
     if "layer_types" in family.window_fields:
         is_used = window is not None and given.get("use_sliding_window") is not False
         if not is_used and LAYER_TYPES[1] in types:
@@ -397,16 +378,17 @@ def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int
                 "set the window."
             )
         return [window if layer_type == LAYER_TYPES[1] else None for layer_type in types]
-    has_window = bool(family.window_fields) and window is not None
-    if set(types) != {LAYER_TYPES[has_window]}:
-        expected = "no layer has a window"
-        if has_window:
-            expected = f"every layer has a window of {window}"
+    if not family.window_fields:
+        window = None
+    if set(types) != {LAYER_TYPES[window is not None]}:
+        expected = f"{'no' if window is None else 'every'} layer has a window"
+        if window is not None:
+            expected += f" of {window}"
         raise UserError(
             f"{path}.layer_types = {format_value(types)}: must agree with the other fields, "
             f"by which {expected}. Leave it out."
         )
-    return [window if family.window_fields else None] * num_layers
+    return [window] * num_layers
 
 
 def _find_family(fields: dict[str, Any], path: str) -> Family:

@@ -13,7 +13,7 @@ from jaxsp.config.fields import (
     PositiveCount,
     with_examples,
 )
-from jaxsp.hf.rope.rope_config import RopeConfig
+from jaxsp.hf.rope_config import RopeConfig
 
 
 class ModelSourceConfig(ConfigSection):

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import EXPERTS, ModelConfig
@@ -36,23 +35,22 @@ _TEXT_PREFIX = "model.language_model."
 """Beginning of these names in a multimodal model, where a text model has `model.`."""
 
 
+_SCORE = decoder.SCORE_NAME.rpartition(".")[0]
+
+_READ_MODULES = SAVED_MODULES | {_SCORE: decoder.SCORE_NAME}
+"""Modules that an adapter may train as a whole, and their tensors; reward models have a score."""
+
+
 def _is_list(value: Any, is_entry: Callable[[Any], bool]) -> bool:
     return value is None or (isinstance(value, list) and all(map(is_entry, value)))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _are_names(value: Any) -> bool:
+    return _is_list(value, lambda x: isinstance(x, str))
 
-
-def _is_saved_module(value: Any) -> bool:
-    return _is_text(value) and value.rpartition(".")[2] in _READ_MODULES
-
-
-_READ_MODULES = SAVED_MODULES | {decoder.SCORE_NAME.rpartition(".")[0]: decoder.SCORE_NAME}
-"""Modules that an adapter may train as a whole, and their tensors; reward models have a score."""
 
 _MODULES = Rule(
-    lambda x: _is_text(x) or _is_list(x, _is_text), "a list of names, a regular expression or null"
+    lambda x: isinstance(x, str) or _are_names(x), "a list of names, a regular expression or null"
 )
 
 _RULES = {
@@ -60,10 +58,11 @@ _RULES = {
     "r": Rule(lambda x: json_values.is_integer(x) and x > 0, "an integer of at least 1"),
     "lora_alpha": POSITIVE,
     "target_modules": _MODULES,
-    "target_parameters": Rule(lambda x: _is_list(x, _is_text), "a list of names or null"),
+    "target_parameters": Rule(_are_names, "a list of names or null"),
     "exclude_modules": _MODULES,
     "modules_to_save": Rule(
-        lambda x: _is_list(x, _is_saved_module), f"a list of {' and '.join(SAVED_MODULES)}, or null"
+        lambda x: _are_names(x) and _READ_MODULES.keys() >= _short_names(x),
+        f"a list of {' and '.join(SAVED_MODULES)}, or null",
     ),
     "layers_to_transform": Rule(
         lambda x: json_values.is_integer(x) or _is_list(x, json_values.is_integer),
@@ -85,6 +84,10 @@ _OTHER_FIELDS = {
     *("runtime_config", "eva_config"),
 }
 """Fields without a rule that an adapter may have."""
+
+
+def _short_names(modules: list[str] | None) -> set[str]:
+    return {name.rpartition(".")[2] for name in modules or ()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,20 +116,17 @@ def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
     Raises: UserError with all fields that differ from the source's, and all that are unsupported.
     """
     source = None
+    update: dict[str, Any] = {}
     if adapter.type != "none" and adapter.source is not None:
         source = find(adapter.source)
-        adapter = adapter.model_copy(update=_read_section(adapter, model, source))
+        update = _read_section(adapter, model, source)
     elif adapter.type != "none":
         rank = adapter.rank or adapters.DEFAULT_RANK
-        defaults: dict[str, Any] = {
-            "rank": rank,
-            "alpha": adapters.DEFAULT_ALPHA_PER_RANK * rank,
-            "use_rslora": False,
-            "targets": "all-linear",
-            "target_parameters": (),
-        }
-        missing = {name: x for name, x in defaults.items() if getattr(adapter, name) is None}
-        adapter = adapter.model_copy(update=missing)
+        alpha = adapters.DEFAULT_ALPHA_PER_RANK * rank
+        update = {"rank": rank, "alpha": alpha, "use_rslora": False}
+        update |= {"targets": "all-linear", "target_parameters": ()}
+        update = {name: x for name, x in update.items() if getattr(adapter, name) is None}
+    adapter = adapter.model_copy(update=update)
     return ResolvedAdapter(
         config=adapter, model=adapters.add_adapter(model, adapter), folder=source
     )
@@ -135,10 +135,7 @@ def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
 def _read_section(
     adapter: AdapterConfig, model: ModelConfig, source: ModelFolder
 ) -> dict[str, Any]:
-    """Fields of the adapter section, those of adapter.source, which must not differ.
-
-    Raises: UserError with all that differ.
-    """
+    """Fields of the adapter section: those of adapter.source. Raises: UserError if some differ."""
     with at(source.field, source.source), at(CONFIG_FILE):
         read = _read_settings(source.config_fields, model)
     problems = [
@@ -150,8 +147,7 @@ def _read_section(
     if adapter.targets is not None:
         given_names["targets"] = set(adapters.find_targets(model, adapter.targets))
     if adapter.target_parameters is not None:
-        parameters = adapters.find_target_parameters(model, adapter)
-        given_names["target_parameters"] = set(parameters)
+        given_names["target_parameters"] = set(adapters.find_target_parameters(model, adapter))
     problems += [
         f"adapter.{field}: must be those of adapter.source, [{', '.join(read[field])}]. "
         "Leave them out."
@@ -161,12 +157,11 @@ def _read_section(
     if problems:
         raise UserError(problems)
     given = (*read["modules_to_save"], *adapter.modules_to_save)
-    saved = tuple(name for name in SAVED_MODULES if name in given)
-    return read | {"modules_to_save": saved}
+    return read | {"modules_to_save": tuple(name for name in SAVED_MODULES if name in given)}
 
 
 def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Reads the fields of a config's section from those of an adapter_config.json.
+    """Fields of a config's section, from those of an adapter_config.json.
 
     Raises: UserError with everything that is not supported.
     """
@@ -178,19 +173,18 @@ def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]
         for name, value in fields.items()
         if name not in _RULES.keys() | _OTHER_FIELDS and value and value != "none"
     ]
-    saved = {name.rpartition(".")[2] for name in fields.get("modules_to_save") or ()}
-    if any(_READ_MODULES[name] == decoder.SCORE_NAME for name in saved) and not model.has_scores:
-        modules = format_value(fields["modules_to_save"])
+    saved = _short_names(fields.get("modules_to_save"))
+    modules = f"modules_to_save = {format_value(fields.get('modules_to_save'))}"
+    if _SCORE in saved and not model.has_scores:
         problems.append(
-            f"modules_to_save = {modules}: it is the adapter of a reward model. Use "
-            "objective.type=reward."
+            f"{modules}: it is the adapter of a reward model. Use objective.type=reward."
         )
     is_tied = model.tie_embeddings and not fields.get("ensure_weight_tying")
     if is_tied and len(saved) == 1:
         problems.append(
-            f"modules_to_save = {format_value(fields['modules_to_save'])}: PEFT has trained a copy "
-            "of a weight that is both embedding and head, and only in one of its places; merge the "
-            "adapter with PEFT, and use the merged model as model.source."
+            f"{modules}: PEFT has trained a copy of a weight that is both embedding and head, and "
+            "only in one of its places; merge the adapter with PEFT, and use the merged model as "
+            "model.source."
         )
     targets: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -210,10 +204,7 @@ def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]
 
 
 def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
-    """Projections that PEFT adapts.
-
-    Raises: UserError for one with an adapter in some of the layers that have it.
-    """
+    """Projections that PEFT adapts. Raises: UserError for one that it adapts in some layers."""
     projections = adapters.find_projections(model)
     targets = fields.get("target_modules")
     if targets == "all-linear":
@@ -225,8 +216,7 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
         chosen_layers = [chosen_layers]
 
     def is_adapted(projection: str, layer: int) -> bool:
-        name = decoder.LAYER_PREFIX.format(layer=layer) + projection
-        names = (name, _add_text_prefix(name))
+        names = _find_names(projection, layer)
         is_chosen = not chosen_layers or layer in chosen_layers
         return is_chosen and any(map(is_target, names)) and not any(map(is_excluded, names))
 
@@ -246,7 +236,7 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
 def _make_matcher(patterns: str | list[str] | None) -> Callable[[str], bool]:
     """Function that is True for the name of a module, as PEFT matches it."""
     if not isinstance(patterns, str):
-        return lambda name: any(name == x or name.endswith(f".{x}") for x in patterns or ())
+        return lambda name: any(f".{name}".endswith(f".{x}") for x in patterns or ())
     try:
         compiled = re.compile(patterns)
     # RecursionError: too many parentheses; OverflowError: too many repetitions
@@ -270,19 +260,17 @@ def _is_in_all(field: str, name: str, is_adapted: list[bool]) -> bool:
 def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
     """Tensors of experts that PEFT adapts.
 
-    Raises: UserError for names of others, and for a tensor with an adapter in some of the layers
-        that have it.
+    Raises: UserError for names of others, and for a tensor that it adapts in some layers.
     """
     names = fields.get("target_parameters") or ()
     numbers = [n for n, layer in enumerate(model.layers) if layer.feed_forward == EXPERTS]
     matched: set[str] = set()
     found = []
     for parameter in adapters.list_parameters(model):
-        of_layers = []
-        for layer in numbers:
-            full = decoder.LAYER_PREFIX.format(layer=layer) + parameter
-            both = (full, _add_text_prefix(full))
-            of_layers.append({n for n in names for f in both if f == n or f.endswith(f".{n}")})
+        of_layers = [
+            {n for n in names for f in _find_names(parameter, layer) if f".{f}".endswith(f".{n}")}
+            for layer in numbers
+        ]
         matched.update(*of_layers)
         if _is_in_all("target_parameters", parameter, list(map(bool, of_layers))):
             found.append(parameter)
@@ -296,11 +284,16 @@ def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, 
     return tuple(found)
 
 
+def _find_names(name: str, layer: int) -> tuple[str, str]:
+    """Names of a layer's module or tensor, in a text model and in a multimodal one."""
+    full = decoder.LAYER_PREFIX.format(layer=layer) + name
+    return full, _add_text_prefix(full)
+
+
 def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
     """Opens an adapter's weights: those of its projections, and of its modules_to_save.
 
-    Raises: UserError with all tensors that are missing, surplus or of another shape, and for a
-        damaged file.
+    Raises: UserError with all tensors that differ from the table's, and for a damaged file.
     """
     with at(source.field, source.source):
         path = source.path / WEIGHTS_FILE
@@ -309,43 +302,34 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
                 f"{source.path} contains no {WEIGHTS_FILE}. jaxsp does not read pickles "
                 "(adapter_model.bin): save the adapter with PEFT's save_pretrained."
             )
-        header = tensors.read_header(path)
-        stored = {}
-        for name, tensor in header.items():
-            name = name.removeprefix(_PREFIX)
-            if name.startswith(_TEXT_PREFIX):
-                name = f"model.{name.removeprefix(_TEXT_PREFIX)}"
-            stored[name] = tensor
-        declared = source.config_fields.get("modules_to_save") or ()
-        saved = {_READ_MODULES[name.rpartition(".")[2]] for name in declared}
+        stored = {
+            re.sub(f"^{re.escape(_TEXT_PREFIX)}", "model.", name.removeprefix(_PREFIX)): tensor
+            for name, tensor in tensors.read_header(path).items()
+        }
+        modules = _short_names(source.config_fields.get("modules_to_save"))
+        saved = [_READ_MODULES[module] for module in modules]
         params = jax.tree.leaves(table)
-        shapes = weights.tensor_shapes(
-            [param for param in params if param.is_adapter or param.hf_name in saved]
-        )
+        shapes = weights.tensor_shapes([x for x in params if x.is_adapter or x.hf_name in saved])
         missing, surplus, misshapen = weights.compare(stored, shapes)
         head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
         surplus = [name for name in surplus if name != head]
-        problems = [
-            f"{title} {weights.abbreviate(names)}. Use an adapter of this model, as PEFT's "
-            "save_pretrained writes it."
-            for title, names in (
-                ("missing tensors:", missing),
-                ("tensors of neither its target_modules nor its modules_to_save:", surplus),
-                ("tensors of another shape than the model's:", misshapen),
-            )
-            if names
-        ]
-        if problems:
-            raise UserError(problems)
+        suggestion = "Use an adapter of this model, as PEFT's save_pretrained writes it"
+        neither = "tensors of neither its target_modules nor its modules_to_save:"
+        weights.refuse(
+            (missing, "missing tensors:", suggestion),
+            (surplus, neither, suggestion),
+            (misshapen, "tensors of another shape than the model's:", suggestion),
+        )
         read = {name: stored[name] for name in shapes}
         reader = WeightReader(source=source, tensors=read, left_out="")
-        if head in stored and head not in shapes:
-            if not is_same_tensor(reader, stored[head], stored[SAVED_MODULES["embed_tokens"]]):
-                raise UserError(
-                    f"{head} must equal the embedding, because the model's config.json has "
-                    "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged "
-                    "model as model.source."
-                )
+        embedding = SAVED_MODULES["embed_tokens"]
+        has_copy = head in stored and head not in shapes
+        if has_copy and not is_same_tensor(reader, stored[head], stored[embedding]):
+            raise UserError(
+                f"{head} must equal the embedding, because the model's config.json has "
+                "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged model "
+                "as model.source."
+            )
         return reader
 
 
@@ -369,7 +353,6 @@ def save_adapter(
 
     Args:
         weights: the trained weights, float32, in the structure of `table`.
-        table: the trained parameters.
         adapter: resolved section of the config.
         base: name or folder of the base model, for `base_model_name_or_path`.
         is_multimodal: True if the base has the text model beside other parts.
@@ -379,7 +362,7 @@ def save_adapter(
     lora = model.lora
     assert lora is not None, "the model has adapters"
     saved: list[str] = [*adapter.modules_to_save]
-    named = writer.list_tensors(weights, table)
+    named = writer.list_tensors(weights, table, "float32")
     is_tied = model.tie_embeddings and SAVED_MODULES["embed_tokens"] in named
     if is_tied:
         # PEFT would leave the head as it was: it copies the modules that it trains. Versions before
@@ -387,7 +370,7 @@ def save_adapter(
         saved = [*SAVED_MODULES]
         named[SAVED_MODULES["lm_head"]] = named[SAVED_MODULES["embed_tokens"]]
     if model.has_scores:
-        saved.append(decoder.SCORE_NAME.rpartition(".")[0])
+        saved.append(_SCORE)
     targets: Any = adapters.abbreviate(lora.targets, adapters.list_projections(model))
     if is_multimodal:
         if targets:  # a list would match the vision tower too
@@ -418,4 +401,4 @@ def save_adapter(
             exclude = ("config.json", "generation_config.json")
             folder.copy_small_files(small_files, target, exclude=exclude)
         prefixed = {f"{_PREFIX}{name}": tensor for name, tensor in named.items()}
-        writer.write_file(target / WEIGHTS_FILE, prefixed, dtype=jnp.dtype("float32"))
+        writer.write_file(target / WEIGHTS_FILE, prefixed)

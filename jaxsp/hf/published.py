@@ -23,8 +23,6 @@ DEADLINE_S = 6.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """A published model."""
-
     name: str
     fields: dict[str, Any]
     billion_params: float
@@ -35,7 +33,6 @@ class PublishedModel:
 
 @functools.cache
 def read_models() -> dict[str, PublishedModel]:
-    """Reads the published models, by name."""
     content = yaml_io.load(pathlib.Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     models = {}
     for family, billions, *numbers, source, names in content["models"]:
@@ -63,8 +60,9 @@ class ModelSizes:
     @property
     def overrides(self) -> list[str]:
         """Changes of the config that use published sizes; none if they are not used."""
-        fields = None if self.published is None else json.dumps(self.published.fields)
-        return ["model.source=null", f"model.config={fields}"] if fields else []
+        if self.published is None:
+            return []
+        return ["model.source=null", f"model.config={json.dumps(self.published.fields)}"]
 
 
 def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> ModelSizes:

@@ -6,12 +6,12 @@ about 1 ms for 400 tensors, and checks the header again.
 """
 
 import abc
+import contextlib
 import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,11 @@ from jaxsp.core.errors import UserError
 Index = tuple[slice, ...]
 """A slice without a step for each dim; as in numpy, it may reach past the end."""
 
+ReadSlice = Callable[["StoredTensor", Index], np.ndarray]
+"""Function that reads a slice of a stored tensor: float32, or bytes as they are."""
+
 DTYPES = ("F32", "F16", "BF16")
 """Dtypes that jaxsp reads, by safetensors' names; float32 holds all of them exactly."""
-
 
 _BYTES = "U8"
 """dtype of the parts of tensors in MXFP4."""
@@ -39,12 +41,12 @@ class TensorView(abc.ABC):
     shape: tuple[int, ...]
 
     @abc.abstractmethod
-    def list_slices(self, index: Index) -> "list[StoredSlice]":
-        """Slices of stored tensors that a slice of this tensor is made of."""
+    def list_stored(self) -> "tuple[StoredTensor, ...]":
+        """Stored tensors that this tensor is made of."""
 
     @abc.abstractmethod
-    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
-        """The slice of this tensor. Args: slices: values of the result of `list_slices`."""
+    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
+        """Returns a slice, float32. Args: read: see `open_files`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,11 +56,11 @@ class StoredTensor(TensorView):
     file: pathlib.Path
     name: str
 
-    def list_slices(self, index: Index) -> "list[StoredSlice]":
-        return [(self, index)]
+    def list_stored(self) -> "tuple[StoredTensor, ...]":
+        return (self,)
 
-    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
-        return slices[0]
+    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
+        return read(self, index)
 
     @property
     def num_bytes(self) -> int:
@@ -66,9 +68,10 @@ class StoredTensor(TensorView):
         bits = re.search(r"\d+", self.dtype)  # of F32, BF16 or F8_E4M3; BOOL has 8
         return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
-
-StoredSlice = tuple[StoredTensor, Index]
-"""Slice of a tensor in a file."""
+    def to_numpy(self) -> np.ndarray:
+        """Returns the whole tensor in its own dtype. Raises: UserError."""
+        with _open(self.file) as file:
+            return file.get_tensor(self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,20 +82,20 @@ class StoredRows(TensorView):
     first: int
     """Number of the first row, counted from the first row of the first part."""
 
-    def list_slices(self, index: Index) -> list[StoredSlice]:
+    def list_stored(self) -> tuple[StoredTensor, ...]:
+        return self.parts
+
+    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
         rows, *others = index
         start, stop, _ = rows.indices(self.shape[0])
         start += self.first
         stop += self.first
-        slices = []
+        arrays = []
         for part in self.parts:
-            slices.append((part, (slice(max(start, 0), max(stop, 0)), *others)))
+            arrays.append(read(part, (slice(max(start, 0), max(stop, 0)), *others)))
             start -= part.shape[0]
             stop -= part.shape[0]
-        return slices
-
-    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate(slices)
+        return np.concatenate(arrays)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,18 +107,13 @@ class StoredExpert(TensorView):
     first: int
     """Number of the first row."""
 
-    def list_slices(self, index: Index) -> list[StoredSlice]:
-        return self.whole.list_slices(self._find(index))
+    def list_stored(self) -> tuple[StoredTensor, ...]:
+        return self.whole.list_stored()
 
-    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
-        return self.whole.join(self._find(index), slices)[0]
-
-    def _find(self, index: Index) -> Index:
-        """The slice of the whole tensor."""
-        rows, columns = index
-        start, stop, _ = rows.indices(self.shape[0])
+    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
+        start, stop, _ = index[0].indices(self.shape[0])
         rows = slice(self.first + start, self.first + stop)
-        return slice(self.expert, self.expert + 1), rows, columns
+        return self.whole.read((slice(self.expert, self.expert + 1), rows, index[1]), read)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,35 +129,32 @@ class Mxfp4Matrices(TensorView):
     scales: StoredTensor
     """Exponents of the factors plus 127: [experts, rows, groups]."""
 
-    def list_slices(self, index: Index) -> list[StoredSlice]:
+    def list_stored(self) -> tuple[StoredTensor, ...]:
+        return self.blocks, self.scales
+
+    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
         experts, columns, rows = index
         start, stop, _ = columns.indices(self.shape[1])
         groups = slice(start // _MXFP4_GROUP, -(-stop // _MXFP4_GROUP))
-        return [
-            (self.blocks, (experts, rows, groups, slice(None))),
-            (self.scales, (experts, rows, groups)),
-        ]
-
-    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
-        blocks, scales = slices
+        blocks = read(self.blocks, (experts, rows, groups, slice(None)))
+        scales = read(self.scales, (experts, rows, groups))
         num_experts, num_rows, num_groups = scales.shape
-        start, stop, _ = index[1].indices(self.shape[1])
-        before = start // _MXFP4_GROUP * _MXFP4_GROUP
+        before = groups.start * _MXFP4_GROUP
         matrices = np.empty((num_experts, max(stop - start, 0), num_rows), np.float32)
         for expert in range(num_experts):  # one after another: temporary arrays are large
             codes = np.stack([blocks[expert] & 15, blocks[expert] >> 4], axis=-1)
             numbers = _FP4_NUMBERS[codes.reshape(num_rows, num_groups, _MXFP4_GROUP)]
             values = np.ldexp(numbers, scales[expert][..., None].astype(np.int32) - 127)
-            rows = values.reshape(num_rows, num_groups * _MXFP4_GROUP)
-            matrices[expert] = rows[:, start - before : stop - before].T
+            flat = values.reshape(num_rows, num_groups * _MXFP4_GROUP)
+            matrices[expert] = flat[:, start - before : stop - before].T
         return matrices
 
 
 _MXFP4_GROUP = 32
 
-_FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 
-_FP4_NUMBERS = np.array([*_FP4_MAGNITUDES, *(-x for x in _FP4_MAGNITUDES)], np.float32)
+_FP4_NUMBERS = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
 """Numbers of 4 bits: a sign, two bits of the exponent, and one of the mantissa."""
 
 
@@ -197,8 +192,10 @@ below each other. transformers has such tensors in memory, and so have the files
 
 
 def fused_names(shapes: Iterable[str]) -> dict[str, str]:
-    """Names that the matrices of all experts may be stored under, where the model has one for each
-    expert; and the beginning of those names. Args: shapes: names of the model's tensors."""
+    """Names of tensors with the matrices of all experts, and the beginnings of these names.
+
+    Args: shapes: names of the model's tensors, which has a matrix for each expert.
+    """
     first = "mlp.experts.0.down_proj.weight"
     prefixes = [name.removesuffix(first) for name in shapes if name.endswith(first)]
     return {prefix + name: prefix for prefix in prefixes for name in FUSED_EXPERTS}
@@ -207,10 +204,7 @@ def fused_names(shapes: Iterable[str]) -> dict[str, str]:
 def split_experts(
     stored: Mapping[str, TensorView], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, TensorView]:
-    """Returns a matrix for each expert, where the model has those; other tensors as they are.
-
-    Args: shapes: shapes of the model's tensors.
-    """
+    """Returns a matrix for each expert, where the model has those; other tensors as they are."""
     views = {**stored}
     for name, prefix in fused_names(shapes).items():
         if name not in stored or len(stored[name].shape) != 3:
@@ -242,9 +236,7 @@ def divide_rows(
 ) -> dict[str, TensorView]:
     """Returns tensors whose rows are divided as in a model; others as they are.
 
-    Args:
-        shapes: shapes of the model's tensors.
-        divided: `families.Family.divided_tensors`.
+    Args: divided: `families.Family.divided_tensors`.
     """
     result: dict[str, TensorView] = {**stored}
     for whole, modules in divided.items():
@@ -281,10 +273,23 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         }
 
 
-def read_slices(path: pathlib.Path, parts: Iterable[StoredSlice]) -> list[np.ndarray]:
-    """Returns slices of tensors of a file, float32, and bytes as they are. Raises: UserError."""
-    with _open(path) as file:
-        return [_read_slice(file, *part) for part in parts]
+@contextlib.contextmanager
+def open_files() -> Iterator[ReadSlice]:
+    """Context that yields a function that reads slices. It opens one file at a time.
+
+    Raises: UserError for a damaged file.
+    """
+    with contextlib.ExitStack() as opened:
+        files: dict[pathlib.Path, Any] = {}
+
+        def read(tensor: StoredTensor, index: Index) -> np.ndarray:
+            if tensor.file not in files:
+                files.clear()
+                opened.close()
+                files[tensor.file] = opened.enter_context(_open(tensor.file))
+            return _read_slice(files[tensor.file], tensor, index)
+
+        yield read
 
 
 def _read_slice(file: Any, tensor: StoredTensor, index: Index) -> np.ndarray:
@@ -296,13 +301,7 @@ def _read_slice(file: Any, tensor: StoredTensor, index: Index) -> np.ndarray:
     return part if tensor.dtype == _BYTES else part.astype(np.float32, copy=False)
 
 
-def read_unchanged(tensor: StoredTensor) -> np.ndarray:
-    """Returns a whole tensor in its own dtype. Raises: UserError."""
-    with _open(tensor.file) as file:
-        return file.get_tensor(tensor.name)
-
-
-@contextmanager
+@contextlib.contextmanager
 def _open(path: pathlib.Path) -> Iterator[Any]:
     """Opens a safetensors file and checks its header. Raises: UserError."""
     try:

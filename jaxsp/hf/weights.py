@@ -1,7 +1,6 @@
 """Weights of a Hugging Face folder, checked before any of them is read."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import shlex
@@ -12,13 +11,16 @@ import jax
 import numpy as np
 
 from jaxsp.blocks import layers
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.hf import folder, tensors, text_part
-from jaxsp.hf.families import FAMILIES
+from jaxsp.hf import folder, multimodal, tensors
+from jaxsp.hf.families import FAMILIES, Family
 from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.multimodal import PROCESSOR_FILES, OtherParts
 from jaxsp.hf.tensors import Index, StoredTensor, TensorView
+from jaxsp.model import decoder
 
 _SINGLE_FILE = "model.safetensors"
 
@@ -55,22 +57,24 @@ class WeightReader:
             index: a slice for each dim of `param.shape`.
         Raises: UserError if the file has changed since it was checked.
         """
-        if param.expert_layout is not None:
-            return self._read_adapter(param, layer, index)
         num_stacked = 0 if param.num_experts is None else 1
         experts = index[:num_stacked]
         rows, *others = index[num_stacked:]
         numbers = np.arange(param.matrix_shape[0])[rows]
         if param.hf_rows is not None:
             numbers = param.hf_rows.find(numbers)
+        views = [self.tensors[name] for _, name in param.list_tensors(layer)]
+        if param.expert_layout is not None:  # of an adapter, whose whole tensor is read
+            whole = self.read_slice(views[0], 2 * (slice(None),))
+            return param.view_matrices(whole)[*experts, :, *others].take(numbers, axis=1)
         first, stop = (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
         matrix: Index = (slice(first, stop), *others)
         if param.is_transposed:
             matrix = matrix[::-1]
-        views = [self.tensors[name] for _, name in param.list_tensors(layer)]
         if param.has_tensor_per_expert:
             chosen = views[experts[0]]
-            parts = self._read_views([(view, matrix) for view in chosen or views[:1]])
+            with at(self.source.field, self.source.source), tensors.open_files() as read:
+                parts = [view.read(matrix, read) for view in chosen or views[:1]]
             array = np.stack(parts)[: len(chosen)]  # an empty stack has the matrix's shape too
         else:
             array = self.read_slice(views[0], (*experts, *matrix))
@@ -82,39 +86,12 @@ class WeightReader:
 
     def list_files(self) -> list[pathlib.Path]:
         """Files that the tensors are in."""
-        stored = (
-            tensor
-            for view in self.tensors.values()
-            for tensor, _ in view.list_slices(tuple(slice(None) for _ in view.shape))
-        )
-        return sorted({tensor.file for tensor in stored})
-
-    def _read_adapter(self, param: Parameter, layer: int | None, index: Index) -> np.ndarray:
-        """A slice of an adapter's matrices of all experts, whose whole tensor is read."""
-        whole = self.read_slice(self.tensors[param.tensor_name(layer)], 2 * (slice(None),))
-        experts, rows, columns = index
-        numbers = np.arange(param.matrix_shape[0])[rows]
-        if param.hf_rows is not None:
-            numbers = param.hf_rows.find(numbers)
-        return param.view_matrices(whole)[experts, :, columns].take(numbers, axis=1)
+        return sorted({part.file for view in self.tensors.values() for part in view.list_stored()})
 
     def read_slice(self, tensor: TensorView, index: Index) -> np.ndarray:
         """Returns a slice of any tensor, like `read`."""
-        return self._read_views([(tensor, index)])[0]
-
-    def _read_views(self, parts: list[tuple[TensorView, Index]]) -> list[np.ndarray]:
-        """Slices of tensors; each file is opened once for all that follow each other in it."""
-        lists = [view.list_slices(index) for view, index in parts]
-        stored: list[np.ndarray] = []
-        chained = itertools.chain(*lists)
-        with at(self.source.field, self.source.source):
-            for file, in_file in itertools.groupby(chained, lambda part: part[0].file):
-                stored += tensors.read_slices(file, in_file)
-        slices = iter(stored)
-        return [
-            view.join(index, list(itertools.islice(slices, len(members))))
-            for (view, index), members in zip(parts, lists, strict=True)
-        ]
+        with at(self.source.field, self.source.source), tensors.open_files() as read:
+            return tensor.read(index, read)
 
 
 def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
@@ -124,17 +101,15 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     model.safetensors comes before an index. Of an embedding and a head that are tied, one is
     enough, under either name.
 
-    Raises:
-        UserError with all tensors that are missing, surplus, or of another shape or dtype, and with
-        all damaged files.
+    Raises: UserError with all tensors that differ from the table's, and all damaged files.
     """
     with at(source.field, source.source):
-        stored, others = text_part.select_tensors(_read_headers(source), source.config_fields)
+        stored, others = multimodal.select_tensors(_read_headers(source), source.config_fields)
         shapes = tensor_shapes(table)
         stored = _rename(stored, {*shapes, *tensors.fused_names(shapes), _HEAD_NAME})
         embedding_name = table["embedding"].hf_name
         head = None
-        left_out = text_part.describe_left_out(others, source.config_fields)
+        left_out = multimodal.describe_left_out(others, source.config_fields)
         head_name = table["head"].hf_name if "head" in table else _HEAD_NAME
         # A reward model that is made from a language model
         if head_name != _HEAD_NAME and head_name not in stored:
@@ -144,12 +119,10 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         elif "head" not in table and _HEAD_NAME in stored:
             head = stored.pop(_HEAD_NAME)
             stored.setdefault(embedding_name, head)
-        family = FAMILIES.get(str(source.config_fields.get("model_type")))
-        divided = {} if family is None else family.divided_tensors
-        views = tensors.divide_rows(stored, shapes, divided)
+        family = FAMILIES.get(str(source.config_fields.get("model_type")), Family())
+        views = tensors.divide_rows(stored, shapes, family.divided_tensors)
         views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
-        if problems := _find_differences(views, shapes, source):
-            raise UserError(problems)
+        _check_tensors(views, shapes, source)
         reader = WeightReader(
             source=source,
             tensors={name: views[name] for name in shapes},
@@ -163,6 +136,25 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
                 "tensor that is wrong."
             )
         return reader
+
+
+def open_other_parts(source: ModelFolder, model: ModelConfig) -> OtherParts:
+    """Opens the files of a multimodal checkpoint, after downloading those that are on the hub.
+
+    Args: model: the trained text model; its adapters are left out.
+    Raises: UserError if it is not a multimodal checkpoint, or its text model has other sizes.
+    """
+    if multimodal.find_family(source.config_fields) is None:
+        raise UserError(
+            f"{source.field} = {source.source}: has only a text model, for which transformers has "
+            "no class. Give a multimodal checkpoint, whose other parts are copied into the export: "
+            "`jaxsp export --source`, or `Trainer.save(..., source=...)`."
+        )
+    reader = open_folder(source, decoder.plain_table(model))
+    source.download_files(PROCESSOR_FILES)
+    # no family with other parts has divided tensors
+    text_names = {name: view.list_stored()[0].name for name, view in reader.tensors.items()}
+    return OtherParts(source=source, text_names=text_names, tensors=reader.other_tensors)
 
 
 def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, StoredTensor]:
@@ -205,12 +197,10 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
                 f"{problem} and no {folder.INDEX_FILE}, only {abbreviate(shards)}. {_COPY_AGAIN}."
             )
         pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
-        command, out = _conversion(source)
         instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
         raise UserError(
             f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where "
-            f"torch is installed, convert them to safetensors: {command}, then "
-            f"{source.field}={out}."
+            f"torch is installed, convert them to safetensors: {_suggest_conversion(source)}."
         )
     problems = ProblemCollector()
     absent = [name for name in files if not (source.path / name).is_file()]
@@ -236,12 +226,12 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
     return stored
 
 
-def _conversion(source: ModelFolder) -> tuple[str, str]:
-    """The command with which transformers writes a model anew, and the folder that it writes."""
+def _suggest_conversion(source: ModelFolder) -> str:
+    """Command with which transformers writes a model anew, and the field for its new folder."""
     out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
     source_name = json.dumps(source.source)
     out_name = json.dumps(out)
-    family = text_part.find_family(source.config_fields)
+    family = multimodal.find_family(source.config_fields)
     auto_class = FAMILIES[family.text_types[0]].auto_class if family else "AutoModelForCausalLM"
     code = (
         "import transformers as t; "
@@ -249,7 +239,7 @@ def _conversion(source: ModelFolder) -> tuple[str, str]:
         f".save_pretrained({out_name}); "
         f"t.AutoTokenizer.from_pretrained({source_name}).save_pretrained({out_name})"
     )
-    return f"python -c {shlex.quote(code)}", out
+    return f"python -c {shlex.quote(code)}, then {source.field}={out}"
 
 
 def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
@@ -279,10 +269,10 @@ def compare(
     return missing, surplus, misshapen
 
 
-def _find_differences(
+def _check_tensors(
     stored: Mapping[str, TensorView], shapes: dict[str, tuple[int, ...]], source: ModelFolder
-) -> list[str]:
-    """A line for each kind of difference between the stored tensors and those of the model."""
+) -> None:
+    """Raises UserError for differences between the stored tensors and those of the model."""
     missing, surplus, misshapen = compare(stored, shapes)
     surplus = [name for name in surplus if not name.endswith(_IGNORED_SUFFIX)]
     unsupported = [
@@ -293,28 +283,33 @@ def _find_differences(
     matching = "Use the config.json that belongs to these weights"
     tie = ""
     if missing == [_HEAD_NAME]:
-        is_multimodal = text_part.find_family(source.config_fields) is not None
+        is_multimodal = multimodal.find_family(source.config_fields) is not None
         places = "it and in its text_config" if is_multimodal else "it"
         tie = f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
     dtypes = errors.format_choices(tensors.DTYPES)
     leave_out = ""
     if not missing and not misshapen:
-        command, out = _conversion(source)
         leave_out = (
             ". If the model works without them (such as a value head), transformers leaves them "
-            f"out, where torch is installed: {command}, then {source.field}={out}"
+            f"out, where torch is installed: {_suggest_conversion(source)}"
         )
-    problems = (
+    refuse(
         (missing, "missing tensors:", f"{matching}{tie}, or copy or download the folder again"),
         (surplus, "tensors that the model of config.json does not have:", matching + leave_out),
         (misshapen, "tensors of another shape than in config.json:", matching),
         (unsupported, f"tensors that are not {dtypes}:", "Use a model that is not quantized"),
     )
-    return [
-        f"{problem} {abbreviate(names)}. {suggestion}."
-        for names, problem, suggestion in problems
+
+
+def refuse(*differences: tuple[list[str], str, str]) -> None:
+    """Raises UserError if there are any tensors. Args: their names, a title, and a suggestion."""
+    problems = [
+        f"{title} {abbreviate(names)}. {suggestion}."
+        for names, title, suggestion in differences
         if names
     ]
+    if problems:
+        raise UserError(problems)
 
 
 def is_same_tensor(reader: WeightReader, head: StoredTensor, embedding: StoredTensor) -> bool:

@@ -20,8 +20,8 @@ import safetensors.numpy
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, model_config, tensors
-from jaxsp.hf.other_parts import PROCESSOR_FILES, OtherParts, are_exported
+from jaxsp.hf import folder, model_config
+from jaxsp.hf.multimodal import PROCESSOR_FILES, OtherParts, are_exported
 from jaxsp.hf.tensors import StoredTensor
 
 if TYPE_CHECKING:
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_target(directory: str | pathlib.Path) -> pathlib.Path:
-    """Returns the absolute path of a folder that can be written. Raises: UserError if it exists.
-
-    An existing empty folder can be written.
-    """
+    """Returns the absolute path of a new or empty folder. Raises: UserError if it has files."""
     target = pathlib.Path(directory).resolve()  # a link could not be replaced by rename
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(
@@ -53,11 +50,9 @@ def export_model(
     small_files: pathlib.Path | None = None,
     other_parts: OtherParts | None = None,
 ) -> None:
-    """Writes a folder that transformers loads.
+    """Writes a folder that transformers loads: configs, tokenizer, and weights in safetensors.
 
-    The folder contains the config, the generation config, the tokenizer, and the weights in
-    safetensors. It appears under its name when it is complete; until then it is
-    `NAME.incomplete-...` beside it.
+    See `create_folder`.
 
     Args:
         master: float32 weights with the structure of `table`, in numpy or jax, whole or sharded
@@ -68,19 +63,19 @@ def export_model(
         small_files: folder whose tokenizer, chat template and generation config are copied
             unchanged.
         other_parts: parts that are copied unchanged beside the text model; required if the model's
-            export has them (`other_parts.are_exported`), else None.
+            export has them (`multimodal.are_exported`), else None.
     Memory:
         In addition to `master`, the weights of one file of `max_shard_size` at a time, in `dtype`.
     Raises: UserError if the folder exists and is not empty, or cannot be written.
     """
     token_ids = model_config.choose_token_ids(fields, tokenizer)
     config = model_config.make_config_json(fields, dtype=dtype, token_ids=token_ids)
-    named: dict[str, ExportTensor | CopiedTensor] = {**list_tensors(master, table)}
+    named: dict[str, ExportTensor | StoredTensor] = {**list_tensors(master, table, dtype)}
     assert (other_parts is not None) == are_exported(fields), "the caller opens them"
     if other_parts is not None:
         config = other_parts.add_fields(config)
         named = {other_parts.text_names[name]: tensor for name, tensor in named.items()}
-        named |= {name: CopiedTensor(tensor) for name, tensor in other_parts.tensors.items()}
+        named |= other_parts.tensors
     with create_folder(directory) as target:
         write_json(target / "config.json", config)
         given_ids = {name: ids for name, ids in token_ids.items() if ids is not None}
@@ -90,16 +85,15 @@ def export_model(
         elif tokenizer is not None:
             tokenizer.save_pretrained(target)
         if other_parts is not None:
-            folder.copy_small_files(other_parts.folder, target, patterns=PROCESSOR_FILES)
+            folder.copy_small_files(other_parts.source.path, target, patterns=PROCESSOR_FILES)
         plan = huggingface_hub.split_state_dict_into_shards_factory(
             named,
-            get_storage_size=lambda tensor: tensor.num_bytes(jnp.dtype(dtype)),
+            get_storage_size=lambda tensor: tensor.num_bytes,
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
         for name, members in plan.filename_to_tensors.items():
-            in_file = {member: named[member] for member in members}
-            write_file(target / name, in_file, dtype=jnp.dtype(dtype))
+            write_file(target / name, {member: named[member] for member in members})
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             write_json(target / folder.INDEX_FILE, index)
@@ -107,9 +101,9 @@ def export_model(
 
 @contextlib.contextmanager
 def create_folder(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
-    """Context that yields a folder to write to, which gets its name at the end.
+    """Context that yields a folder to write to, which appears under its name when it is complete.
 
-    Until then it is `NAME.incomplete-...`; it is removed if the body fails.
+    Until then it is `NAME.incomplete-...` beside it; it is removed if the body fails.
 
     Raises: UserError if the folder exists and is not empty, or cannot be written.
     """
@@ -130,38 +124,33 @@ def create_folder(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 class ExportTensor(NamedTuple):
-    """A tensor of the export that is not yet copied to the host."""
+    """A tensor that is not yet copied to the host."""
 
     parts: list[tuple[Parameter, Any]]
     """Parameters whose rows are those of the tensor, with their arrays, or with functions that
     return the array of a layer."""
     layer: int | None
+    dtype: np.dtype
+    """dtype in the file."""
     expert: int | None = None
     """Number of the expert; None: the tensor has all that there is."""
 
-    def num_bytes(self, dtype: np.dtype) -> int:
-        """Bytes in the file."""
-        return self.choose_dtype(dtype).itemsize * math.prod(self.parts[0][0].hf_shape)
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.parts[0][0].hf_shape)
 
-    def choose_dtype(self, dtype: np.dtype) -> np.dtype:
-        """dtype in the file: the weight's own if it has one, else `dtype`."""
-        own = self.parts[0][0].file_dtype
-        return dtype if own is None else np.dtype(own)
-
-    def to_numpy(self, dtype: np.dtype) -> np.ndarray:
-        dtype = self.choose_dtype(dtype)
-        whole = np.empty(self.parts[0][0].hf_shape, dtype)
+    def to_numpy(self) -> np.ndarray:
+        whole = np.empty(self.parts[0][0].hf_shape, self.dtype)
         for param, array in self.parts:
             # One index, so that of all experts of a layer only this one is copied
-            expert = () if self.expert is None else (self.expert,)
+            index: Any = () if self.expert is None else (self.expert,)
             if callable(array):
-                stored = array(self.layer)[(*expert, ...)]
-            elif self.layer is None:
-                stored = array
-            else:
-                stored = array[(param.find(self.layer), *expert, ...)]
+                array = array(self.layer)
+            elif self.layer is not None:
+                index = (param.find(self.layer), *index)
+            stored = array[(*index, ...)] if index else array
             shape = param.shape if self.expert is None else param.matrix_shape
-            part = np.asarray(stored.astype(dtype))[tuple(map(slice, shape))]
+            part = np.asarray(stored.astype(self.dtype))[tuple(map(slice, shape))]
             assert part.shape == shape, (param.hf_name, part.shape)
             is_whole = param.hf_rows is None and param.expert_layout is None
             if is_whole and not param.is_transposed:
@@ -170,51 +159,38 @@ class ExportTensor(NamedTuple):
             rows = np.arange(part.shape[axis])
             if param.hf_rows is not None:
                 rows = param.hf_rows.find(rows)
-            index: Any = (*axis * (slice(None),), rows)
+            index = (*axis * (slice(None),), rows)
             param.view_matrices(whole)[index] = part
         return whole
 
 
-class CopiedTensor(NamedTuple):
-    """A tensor of a file that is copied unchanged, in its own dtype."""
+def list_tensors(
+    master: layers.Weights, table: layers.Weights, dtype: str
+) -> dict[str, ExportTensor]:
+    """All tensors by name, layer by layer, so that a layer is mostly in one file.
 
-    stored: StoredTensor
-
-    def num_bytes(self, dtype: np.dtype) -> int:
-        """Bytes in the file."""
-        return self.stored.num_bytes
-
-    def to_numpy(self, dtype: np.dtype) -> np.ndarray:
-        return tensors.read_unchanged(self.stored)
-
-
-def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, ExportTensor]:
-    """All tensors by name, layer by layer, so that a layer is mostly in one file."""
+    Args: dtype: that of tensors without a `file_dtype` of their own.
+    """
     named: dict[str, ExportTensor] = {}
-    arrays = [
-        functools.lru_cache(maxsize=1)(array) if callable(array) else array
-        for array in jax.tree.leaves(master)
-    ]
+    leaves = jax.tree.leaves(master)
+    arrays = [functools.lru_cache(maxsize=1)(x) if callable(x) else x for x in leaves]
     parts = list(zip(jax.tree.leaves(table), arrays, strict=True))
-    for param, array in parts:
-        if param.layers is None:
-            named[param.hf_name] = ExportTensor([(param, array)], None)
-    for layer in sorted({layer for param, _ in parts for layer in param.layers or ()}):
+    numbers = sorted({layer for param, _ in parts for layer in param.layers or ()})
+    for layer in (None, *numbers):
         for param, array in parts:
-            if layer in (param.layers or ()):
+            if layer in ((None,) if param.layers is None else param.layers):
                 for expert, name in param.list_tensors(layer):
-                    tensor = named.setdefault(name, ExportTensor([], layer, expert))
+                    file_dtype = jnp.dtype(param.file_dtype or dtype)
+                    tensor = named.setdefault(name, ExportTensor([], layer, file_dtype, expert))
                     tensor.parts.append((param, array))
     return named
 
 
-def write_file(
-    path: pathlib.Path, named: Mapping[str, ExportTensor | CopiedTensor], *, dtype: np.dtype
-) -> None:
+def write_file(path: pathlib.Path, named: Mapping[str, ExportTensor | StoredTensor]) -> None:
     """Writes tensors to a safetensors file."""
     path.touch()
     mode = path.stat().st_mode
-    arrays = {name: tensor.to_numpy(dtype) for name, tensor in named.items()}
+    arrays = {name: tensor.to_numpy() for name, tensor in named.items()}
     # transformers refuses files without a format
     safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
     path.chmod(mode)  # safetensors makes files that only their owner can read

@@ -13,8 +13,7 @@ from jaxsp.checkpoint import run_paths
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.evaluation import retrieval
-from jaxsp.hf import other_parts
-from jaxsp.hf.rope import context_range
+from jaxsp.hf import context_range, multimodal
 from jaxsp.memory import memory_descriptions
 from jaxsp.optimizers import optimizer
 from jaxsp.run import run_dir
@@ -80,7 +79,7 @@ def describe_run(run: Run) -> list[BannerEntry]:
             BannerEntry, summary.describe_data(run.train_set, config.data, run.schedule)
         ),
         BannerEntry("stop", stop_text),
-        BannerEntry("note", other_parts.describe_missing(run.hf_config, run.small_files)),
+        BannerEntry("note", multimodal.describe_missing(run.hf_config, run.small_files)),
         BannerEntry("note", excess),
         BannerEntry("evaluation", _describe_evaluation(run)),
         BannerEntry("devices", device_mesh.describe_devices(spec.mesh)),

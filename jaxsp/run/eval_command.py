@@ -18,7 +18,7 @@ from jaxsp.data.packing import summary
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation import generator
-from jaxsp.hf.rope import context_range
+from jaxsp.hf import context_range
 from jaxsp.run import (
     comparison,
     config_file,

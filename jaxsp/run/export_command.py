@@ -13,7 +13,8 @@ from jaxsp.core import urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
+from jaxsp.hf import folder, model_config, multimodal, peft, writer
+from jaxsp.hf.weights import open_other_parts
 from jaxsp.model import adapters
 from jaxsp.run import config_file, merging, resume, stop_tokens
 from jaxsp.run import console as output
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--merge: {args.run} has no adapter. Leave the flag out.")
     is_adapter = model.lora is not None and not args.merge
     if args.source is not None:
-        has_other_parts = not is_adapter and other_parts.are_exported(meta.model)
+        has_other_parts = not is_adapter and multimodal.are_exported(meta.model)
         is_random = config.model.source is None
         reason = ""
         if not has_other_parts and is_random:
@@ -86,7 +87,7 @@ def _export_adapter(
         model=model,
         base=config.model.source,
         directory=args.out,
-        is_multimodal=model_dir is not None and text_part.is_multimodal(model_dir),
+        is_multimodal=model_dir is not None and multimodal.is_multimodal(model_dir),
         small_files=model_dir,
     )
     _write_chat_template(config, pathlib.Path(args.out))
@@ -107,7 +108,7 @@ def _export_adapter(
     if model.has_scores:
         arguments += ", num_labels=1"
     loader = f"peft.AutoPeft{auto_class.removeprefix('Auto')}.from_pretrained({arguments})"
-    if other_parts.are_exported(meta.model):  # PEFT's class loads models for text only
+    if multimodal.are_exported(meta.model):  # PEFT's class loads models for text only
         base = f"transformers.{auto_class}.from_pretrained({config.model.source!r})"
         loader = f"peft.PeftModel.from_pretrained({base}, {str(args.out)!r})"
     text = f"load it with {loader}, which needs PyTorch; --merge exports the whole model instead"
@@ -127,9 +128,9 @@ def _export_model(
     """
     out = pathlib.Path(args.out)
     parts = None
-    has_other_parts = other_parts.are_exported(meta.model)
+    has_other_parts = multimodal.are_exported(meta.model)
     if has_other_parts and args.source is not None:
-        parts = other_parts.open_folder(folder.find(args.source, field="--source"), model)
+        parts = open_other_parts(folder.find(args.source, field="--source"), model)
     elif has_other_parts:
         suggestion = (
             f"The export of {meta.model['model_type']} copies the other parts of a multimodal "
@@ -141,7 +142,7 @@ def _export_model(
             source = folder.find(config.model.source)
         except UserError as error:
             raise UserError([f"{problem} {suggestion}" for problem in error.problems]) from None
-        parts = other_parts.open_folder(source, model)
+        parts = open_other_parts(source, model)
     table = trainable.build_table(model, config.step)
     weights = reader.read_weights(checkpoint, table)
     if config.step.has_frozen_weights:
@@ -179,7 +180,7 @@ def _export_model(
         lines.append(f"generation stops at {stops}")
     if parts is not None:
         count = len(parts.tensors)
-        lines.append(f"{count:,} tensors of other parts are copies of those of {parts.folder}")
+        lines.append(f"{count:,} tensors of other parts are copies of those of {parts.source.path}")
     auto_class = model_config.find_auto_class(meta.model)
     lines.append(
         f"load it with transformers.{auto_class}.from_pretrained({str(out)!r}), which needs PyTorch"

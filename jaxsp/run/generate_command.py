@@ -15,8 +15,7 @@ from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.generation.text_stream import TextStream
-from jaxsp.hf import folder, model_config
-from jaxsp.hf.rope import context_range
+from jaxsp.hf import context_range, folder, model_config
 from jaxsp.run import config_file, given_model, jax_limits, model_files, stop_tokens
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config

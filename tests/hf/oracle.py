@@ -17,6 +17,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.batch import NO_LABEL, Batch
+from jaxsp.hf import families
 from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
@@ -349,7 +350,7 @@ def add_other_parts(fields: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "model_type": multimodal_type,
-        "architectures": [FAMILIES[text_type].architecture],
+        "architectures": [families.find_architecture(text_type)],
         "text_config": fields,
         "vision_config": {
             **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},

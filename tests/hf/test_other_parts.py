@@ -10,8 +10,9 @@ import safetensors.numpy
 
 import jaxsp
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, model_config, other_parts, writer
+from jaxsp.hf import folder, model_config, weights, writer
 from jaxsp.hf.model_source import ModelSourceConfig
+from jaxsp.hf.multimodal import describe_missing
 from jaxsp.model import decoder
 from tests import batches
 from tests.hf import multimodal, oracle
@@ -59,7 +60,7 @@ def export(source: pathlib.Path, out: pathlib.Path, **model: Any) -> tuple[Any, 
         directory=out,
         dtype="float32",
         max_shard_size="60KB",
-        other_parts=other_parts.open_folder(found, parsed),
+        other_parts=weights.open_other_parts(found, parsed),
     )
     return parsed, master
 
@@ -146,7 +147,7 @@ def test_the_parts_that_an_export_needs_are_described_if_the_run_does_not_have_t
     for name, fields in (("whole", FIELDS), ("text", FIELDS["text_config"])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(fields))
-    describe = other_parts.describe_missing
+    describe = describe_missing
     assert describe(FIELDS["text_config"], tmp_path / "whole") == ""
     for directory in (None, tmp_path, tmp_path / "text"):
         assert describe(oracle.MODELS["llama3"], directory) == ""

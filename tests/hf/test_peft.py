@@ -18,7 +18,8 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, peft, text_part, weights, writer
+from jaxsp.hf import model_config, peft, weights, writer
+from jaxsp.hf.multimodal import find_family, is_multimodal, read_text_fields, select_tensors
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
 from jaxsp.model.adapter_config import AdapterConfig
@@ -143,13 +144,13 @@ class Base:
 
     @functools.cached_property
     def config(self):
-        fields, _ = text_part.read_text_fields(self.fields, "model.config")
+        fields, _ = read_text_fields(self.fields, "model.config")
         return model_config.parse_model_config(fields, field="model.config")
 
     @property
     def auto_class(self) -> Any:
         """Class that loads all parts of the model."""
-        if text_part.find_family(self.fields) is None:
+        if find_family(self.fields) is None:
             return oracle.transformers.AutoModelForCausalLM
         return oracle.transformers.AutoModelForImageTextToText
 
@@ -159,7 +160,7 @@ class Base:
     @property
     def tensors(self) -> dict[str, np.ndarray]:
         stored = safetensors.numpy.load_file(self.directory / "model.safetensors")
-        return text_part.select_tensors(stored, self.fields)[0]
+        return select_tensors(stored, self.fields)[0]
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +247,7 @@ def save(base: Base, resolved: ResolvedAdapter, table, trained, directory: pathl
         model=resolved.model,
         base=str(base.directory),
         directory=directory,
-        is_multimodal=text_part.is_multimodal(base.directory),
+        is_multimodal=is_multimodal(base.directory),
     )
 
 
@@ -547,7 +548,7 @@ def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
     frozen = {name: torch.from_numpy(base.tensors[name]) for name in names}
     state = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
     plain_table, merged = merging.merge_state(state, table=table, model=resolved.model)
-    ours = writer.list_tensors(merged, plain_table)
+    ours = writer.list_tensors(merged, plain_table, "float32")
     adapted = hf_peft.PeftModel.from_pretrained(base.load(), tmp_path / "adapter")
     theirs = oracle.as_published(
         {
@@ -560,7 +561,7 @@ def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
     assert all("q_proj" in name or "experts" in name for name in changed)
     assert any("gate" in name and "experts" in name for name in changed)
     for name, tensor in ours.items():
-        error = batches.relative_error(tensor.to_numpy(np.dtype("float32")), theirs[name])
+        error = batches.relative_error(tensor.to_numpy(), theirs[name])
         assert error < tolerances.MERGE, name
 
 

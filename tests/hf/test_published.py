@@ -8,10 +8,9 @@ import pytest
 import yaml
 
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, model_config, published
+from jaxsp.hf import context_range, folder, model_config, published
 from jaxsp.hf.folder import HubError
 from jaxsp.hf.model_source import ModelSourceConfig
-from jaxsp.hf.rope import context_range
 from jaxsp.model import decoder, flops
 from jaxsp.run import config_file
 

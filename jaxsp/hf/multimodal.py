@@ -1,21 +1,28 @@
-"""Text model of a multimodal checkpoint: its fields in config.json, and its tensors.
+"""Multimodal checkpoints: the text model, which is trained, and the other parts.
 
-Only the text model is trained. The vision tower and the projector are left out, also of exports if
-transformers has a class for the text model (see `other_parts`).
+The vision tower and the projector are left out, also of exports if transformers has a class for the
+text model. For others (see `Family.has_other_parts`), the export is the multimodal model: the
+trained text model, and the other parts as they are in the checkpoint that the run started from.
 """
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import config_checks
-from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES, MultimodalFamily
-
-_Tensor = TypeVar("_Tensor")
+from jaxsp.hf.families import (
+    FAMILIES,
+    MULTIMODAL_FAMILIES,
+    Family,
+    find_architecture,
+)
+from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.tensors import StoredTensor
 
 _PREFIXES = {
     "language_model.model.": "model.",  # on the hub, and what transformers 5 saves by default
@@ -25,7 +32,7 @@ _PREFIXES = {
 """Prefixes of the text model's tensors, and those of the text model without the other parts."""
 
 
-def find_family(fields: dict[str, Any]) -> MultimodalFamily | None:
+def find_family(fields: dict[str, Any]) -> Family | None:
     """Returns the multimodal family of a config.json; None for a text model."""
     name = fields.get("model_type")
     return MULTIMODAL_FAMILIES.get(name) if isinstance(name, str) else None
@@ -53,6 +60,7 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
     outer = {name: value for name, value in fields.items() if value is not None}
     defaults = transformers.AutoConfig.for_model(outer["model_type"]).to_dict()
     problems = config_checks.find_multimodal_problems(outer, family, defaults, path)
+    architecture = find_architecture(outer["model_type"])
     path = f"{path}.text_config"
     text = outer.get("text_config")
     if not isinstance(text, dict):
@@ -62,11 +70,11 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
     if text_type not in family.text_types:
         problems.append(
             f"{path}.model_type = {format_value(text_type)}: is not implemented in "
-            f"{family.architecture}. Use {errors.format_choices(family.text_types)}."
+            f"{architecture}. Use {errors.format_choices(family.text_types)}."
         )
     problems += [
         f"{path}.{name} = {format_value(text[name])}: is not implemented: "
-        f"{family.architecture} ignores it, and the exported text model would use it. "
+        f"{architecture} ignores it, and the exported text model would use it. "
         "Write null, or leave it out."
         for name in family.unused_text_fields
         if text.get(name) is not None
@@ -84,43 +92,40 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
         text[tie] = outer[tie]
     # transformers' defaults of the sizes that it lacks (Gemma 3 4B: the heads)
     defaults = transformers.AutoConfig.for_model(text["model_type"]).to_dict()
-    missing = config_checks.find_missing_sizes(text, FAMILIES[text["model_type"]])
-    sizes = {name: defaults[name] for name in (*missing, "max_position_embeddings")}
+    required = config_checks.list_required_sizes(text["model_type"])
+    sizes = {name: defaults[name] for name in (*required, "max_position_embeddings")}
     return sizes | text, path
 
 
 def select_tensors(
-    stored: dict[str, _Tensor], fields: dict[str, Any]
-) -> tuple[dict[str, _Tensor], dict[str, _Tensor]]:
+    stored: dict[str, StoredTensor], fields: dict[str, Any]
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Returns the text model's tensors by their names in a text model's files, and the others.
 
     The others, which belong to known parts that are left out, have the names that they are stored
     with. Tensors that belong to no known part keep their names.
 
-    Args:
-        fields: fields of the config.json beside the tensors.
+    Args: fields: fields of the config.json beside the tensors.
     Raises: UserError if two tensors have the same name in the export.
     """
     multimodal = find_family(fields)
-    text = FAMILIES.get(str(fields.get("model_type")))
-    family = multimodal or text
-    other_parts = {*family.other_parts} if family is not None else set()
-    stored_names = text.stored_names if text is not None else {}
-    if text is not None and text.extra_layers_field is not None:
+    text = FAMILIES.get(str(fields.get("model_type")), Family())
+    other_parts = {*(multimodal or text).other_parts}
+    if text.extra_layers_field is not None:
         first = fields["num_hidden_layers"]
         given = fields.get(text.extra_layers_field)
         num_extra = 1 if given is None else given
         other_parts |= {f"layers.{layer}" for layer in range(first, first + num_extra)}
     prefixes = () if multimodal is None else tuple(_PREFIXES)
-    selected: dict[str, _Tensor] = {}
-    left_out: dict[str, _Tensor] = {}
+    selected: dict[str, StoredTensor] = {}
+    left_out: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if _find_part(name) in other_parts:
             left_out[name] = tensor
             continue
         prefix = next(filter(name.startswith, prefixes), "")
         text_name = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
-        text_name = ".".join(stored_names.get(module, module) for module in text_name.split("."))
+        text_name = ".".join(text.stored_names.get(part, part) for part in text_name.split("."))
         if text_name in selected:
             raise UserError(
                 f"{text_name}: stored twice, one of them as {name}. Copy or download the folder "
@@ -137,14 +142,59 @@ def _find_part(name: str) -> str:
 
 
 def describe_left_out(names: Iterable[str], fields: dict[str, Any]) -> str:
-    """Describes tensors that are not read; empty if all are.
-
-    Args:
-        names: stored names of the tensors.
-        fields: fields of the config.json beside them.
-    """
+    """Describes tensors that are not read; empty if all are. Args: names: their stored names."""
     parts = [_find_part(name) for name in names]
     if not parts:
         return ""
     start = "" if find_family(fields) is None else "text model only, "
     return f"{start}without {len(parts):,} tensors of {' and '.join(sorted({*parts}))}"
+
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Small files of a multimodal model for images and videos."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherParts:
+    """All of a multimodal checkpoint except the weights of its text model."""
+
+    source: ModelFolder
+    text_names: dict[str, str]
+    """Name of each tensor of the text model in its files, by the name in a text model's."""
+    tensors: dict[str, StoredTensor]
+    """Tensors of the other parts, by their names in its files."""
+
+    def add_fields(self, text: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the whole model's config.json; `text` has the text model's.
+
+        Fields that it has beside text_config too are those of the text model.
+        """
+        fields = self.source.config_fields
+        shared = ["dtype", "torch_dtype", "architectures", "tie_word_embeddings"]
+        shared += [name for name in config_checks.TOKEN_ID_FIELDS if name in fields]
+        text_config = {name: value for name, value in text.items() if name != "architectures"}
+        outer = {name: text[name] for name in shared if name in text}
+        return {**fields, **outer, "text_config": text_config}
+
+
+def are_exported(fields: dict[str, Any]) -> bool:
+    """True for a text model whose export has the other parts. Args: fields: of its config.json."""
+    return FAMILIES[fields["model_type"]].has_other_parts
+
+
+def describe_missing(fields: dict[str, Any], directory: pathlib.Path | None) -> str:
+    """Describes the parts that an export needs; empty if the run's model has them.
+
+    Args: directory: folder that the run started from; None: random weights.
+    """
+    if not are_exported(fields) or (directory is not None and is_multimodal(directory)):
+        return ""
+    return (
+        f"transformers has no class for {fields['model_type']}. An export needs the other parts of "
+        "a multimodal checkpoint with a text model of the same sizes: give its folder to jaxsp "
+        "export with --source."
+    )
