@@ -263,11 +263,15 @@ def compile_in_thread(
     At most two runs are compiled at a time. Args: functions: `gradients`, `step` or both.
     """
 
-    batch = {"rows_per_step": len(arrays["labels_BL"]), "rows_per_microbatch": rows_per_microbatch}
+    step = config.step.change(
+        rows_per_step=len(arrays["labels_BL"]),
+        rows_per_microbatch=rows_per_microbatch,
+        mesh=dict(zip(("replica", "data", "seq"), sizes, strict=True)),
+    )
 
     def make() -> Run:
         spec = StepSpec(
-            config=config.step.change(**batch),
+            config=step,
             model=model,
             mesh=batches.mesh(*sizes),
             attention=batches.attention_choice(

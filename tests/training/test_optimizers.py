@@ -121,20 +121,10 @@ def test_an_update_sends_the_bytes_of_its_formula(name):
 def test_muon_exchanges_a_group_of_layers_for_each_shard_at_a_time():
     param = Parameter(shape=(64, 32), hf_name="", layers=tuple(range(10)))
     assert matrix_exchange.group_size(param, 4) == 4
-    assert sent_bytes.exchange_bytes(param, 4, 2) == {
-        "all-to-all": 2 * 2 * 12 * (64 * 32 / 4) * 3 / 4
-    }
-    assert sent_bytes.exchange_bytes(param, 1, 2) == {}
     experts = dataclasses.replace(param, shape=(6, 64, 32), num_experts=6)
     assert matrix_exchange.group_size(experts, 4) == 1
-    assert sent_bytes.exchange_bytes(experts, 4, 2) == {
-        "all-to-all": 2 * 2 * 10 * 8 * (64 * 32 / 4) * 3 / 4
-    }
     whole = dataclasses.replace(param, shape=(8, 64, 32), num_experts=8)
-    assert (matrix_exchange.group_size(whole, 4), sent_bytes.exchange_bytes(whole, 4, 2)) == (
-        1,
-        {},
-    )
+    assert matrix_exchange.group_size(whole, 4) == 1
 
 
 def test_newton_schulz_brings_singular_values_near_one():
