@@ -1,5 +1,6 @@
 """Losses by document and position: those of a plain program, on every mesh."""
 
+import dataclasses
 import functools
 
 import datasets
@@ -13,7 +14,6 @@ from jaxsp.evaluation import position_losses
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.position_losses import PositionSums
 from jaxsp.evaluation.token_losses import TokenLosses
-from jaxsp.training.specs import StepSpec
 from tests import batches
 from tests.attention.strategies import make_strategy
 from tests.evaluation import plain
@@ -44,19 +44,10 @@ QUICK = ("2 x 4", "ring")
 
 
 def make_spec(sizes=(1, 1, 1), **how):
-    config = batches.make_config().step.change(
-        row_tokens=ROW_TOKENS,
-        rows_per_step=8,
-        rows_per_microbatch=2,
-        mesh={"replica": sizes[0], "data": sizes[1], "seq": sizes[2]},
-    )
-    return StepSpec(
-        config=config,
-        model=runs.MODEL,
-        mesh=batches.mesh(*sizes),
-        attention=batches.attention_choice(seq=sizes[2], **how),
-        num_steps=1,
-    )
+    spec = runs.make_spec({}, row_tokens=ROW_TOKENS, sizes=sizes)
+    config = spec.config.change(rows_per_step=8, rows_per_microbatch=2)
+    choice = batches.attention_choice(seq=sizes[2], **how)
+    return dataclasses.replace(spec, config=config, attention=choice)
 
 
 def pack(config):

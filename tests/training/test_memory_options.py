@@ -30,7 +30,6 @@ from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import step_gradients, train_state, train_step
-from jaxsp.training.specs import StepSpec
 from tests import batches, messages, tolerances
 from tests.attention.strategies import make_strategy
 from tests.training import runs
@@ -266,13 +265,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
 @functools.cache
 def residuals(**memory):
     """Types of the stacked residuals of all layers; primitives of a layer's backward pass."""
-    spec = StepSpec(
-        config=batches.make_config(compute_dtype="bfloat16", memory=memory).step,
-        model=runs.MODEL,
-        mesh=batches.mesh(1, 2, 4),
-        attention=batches.attention_choice(seq=4),
-        num_steps=runs.NUM_STEPS,
-    )
+    spec = runs.make_spec(memory, sizes=(1, 2, 4), compute_dtype="bfloat16")
     run = runs.Run(spec, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.draw_weights(runs.MODEL))
     jaxpr = jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, spec))(

@@ -8,7 +8,6 @@ import pytest
 
 from jaxsp.model import decoder
 from jaxsp.training import step_gradients, weight_init
-from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -104,15 +103,8 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
 @functools.cache
 def traced(grad_reduce_dtype):
     """The gradients of 2 x 4 devices in bfloat16."""
-    spec = StepSpec(
-        config=batches.make_config(
-            compute_dtype="bfloat16", memory={"grad_reduce_dtype": grad_reduce_dtype}
-        ).step,
-        model=runs.MODEL,
-        mesh=batches.mesh(1, 2, 4),
-        attention=batches.attention_choice(seq=4),
-        num_steps=runs.NUM_STEPS,
-    )
+    memory = {"grad_reduce_dtype": grad_reduce_dtype}
+    spec = runs.make_spec(memory, sizes=(1, 2, 4), compute_dtype="bfloat16")
     run = runs.Run(spec, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.draw_weights(runs.MODEL))
     return jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, spec))(

@@ -1,5 +1,6 @@
 """Objectives for pairs: the loss, gradients and metrics of a step do not depend on the mesh."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,7 +18,6 @@ from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Orpo, Robust, Simpo
 from jaxsp.objectives.unpaired import Kto
 from jaxsp.training import step_gradients
-from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 from tests.training import preferences, runs
 
@@ -37,20 +37,12 @@ RECORDS = preferences.draw_records()
 
 def make_spec(objective, sizes=(1, 1, 1), *, row_tokens=96, rows=8, rows_per_microbatch=1, **how):
     """A step whose rows hold all pairs of RECORDS."""
-    config = batches.make_config().step.change(
-        objective=objective,
-        row_tokens=row_tokens,
-        rows_per_step=rows,
-        rows_per_microbatch=rows_per_microbatch,
-        mesh={"replica": sizes[0], "data": sizes[1], "seq": sizes[2]},
+    spec = runs.make_spec({}, row_tokens=row_tokens, sizes=sizes)
+    config = spec.config.change(
+        objective=objective, rows_per_step=rows, rows_per_microbatch=rows_per_microbatch
     )
-    return StepSpec(
-        config=config,
-        model=runs.MODEL,
-        mesh=batches.mesh(*sizes),
-        attention=batches.attention_choice(seq=sizes[2], **how),
-        num_steps=1,
-    )
+    choice = batches.attention_choice(seq=sizes[2], **how)
+    return dataclasses.replace(spec, config=config, attention=choice)
 
 
 def compute(spec, records=RECORDS):

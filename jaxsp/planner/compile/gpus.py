@@ -60,13 +60,13 @@ class Gpu:
     """GPUs of one NVLink domain, which may span several nodes."""
     node_host_gib: float = 2000.0
     """Host memory of a node, unless --host-gib is given."""
-    compute_capability: int
-    """Major number; the minor is 0."""
+    compute_capability: int = 9
+    """Major number; the minor is 0. Defaults are those of Hopper."""
     features: str = "ACCELERATED_FEATURES"
     """XLA's name for the set of instructions of that capability."""
-    cores: int
+    cores: int = 132
     fpus_per_core: int = 128
-    clock_ghz: float
+    clock_ghz: float = 1.98
     memory_bytes_per_s: int
     l2_bytes: int
     shared_bytes_per_core: int = 233472
@@ -253,9 +253,6 @@ GPUS = {
         name="NVIDIA H100 80GB HBM3",
         memory_bytes=84942979072,
         ceilings=_H100,
-        compute_capability=9,
-        cores=132,
-        clock_ghz=1.98,
         memory_bytes_per_s=3352320000000,
         l2_bytes=52428800,
     ),
@@ -264,9 +261,6 @@ GPUS = {
         # 139.80 GiB
         memory_bytes=143156 * MIB,
         ceilings=_H200,
-        compute_capability=9,
-        cores=132,
-        clock_ghz=1.98,
         memory_bytes_per_s=4800000000000,
         l2_bytes=62914560,
     ),
@@ -317,9 +311,6 @@ GPUS = {
         node_devices=1,
         nvlink_domain_size=1,
         node_host_gib=447.0,
-        compute_capability=9,
-        cores=132,
-        clock_ghz=1.98,
         memory_bytes_per_s=4022784000000,
         l2_bytes=62914560,
     ),
