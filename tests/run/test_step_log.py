@@ -10,32 +10,22 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.run import build, config_file, step_log, trainer
+from jaxsp.run import build, step_log, trainer
 from jaxsp.run import progress as progress_module
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.progress import Progress
 from jaxsp.run.step_log import EndTime
 from jaxsp.system import distributed
-from tests import batches, messages
+from tests.run import messages, test_trainer
 
 
 def test_waits_for_checkpoints_add_up_until_the_next_line(tmp_path, monkeypatch):
     tokens = np.random.default_rng(0).integers(0, 257, (8, 64)).tolist()
     lines = [json.dumps({"input_ids": document}) for document in tokens]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    fields = {
-        "run": {"directory": str(tmp_path / "run"), "steps": 6, "save_every": 1, "log_every": 3},
-        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
-        "data": {
-            "train": [{"source": str(tmp_path / "data.jsonl"), "format": "tokens"}],
-            "row_tokens": 64,
-        },
-        "batch": {"rows_per_step": 1},
-        "optimizer": {"name": "sgd", "learning_rate": 0.1},
-        "logging": {"trackers": []},
-    }
+    config = test_trainer.settings(tmp_path, "run.save_every=1", "run.log_every=3")
     monkeypatch.setattr(CheckpointSchedule, "save", lambda *_, **__: 1.5)
-    inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:1])
+    inputs = build.build_training(config, devices=jax.devices()[:1])
     trainer.train(inputs, rich.console.Console(quiet=True))
     written = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     waits = {line["step"]: line["checkpoint_wait_s"] for line in written}

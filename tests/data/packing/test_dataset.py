@@ -369,16 +369,19 @@ def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
     assert sorted(set(planned)) == [(0, 0), (0, 1)]
 
 
+def notes_of(data, config):
+    schedule = data.make_schedule(config.batch.rows_per_step, epochs=1)
+    return [
+        text
+        for label, text in summary.describe_data(data, config.data, schedule)
+        if label == "note"
+    ]
+
+
 def test_a_limit_that_leaves_rows_empty_is_printed_with_one_that_fills_them():
     config = test_loader.settings_of(row_tokens=1024, max_segments=8)
     data = data_of([[16] * 800], config)
-    (lines,) = [
-        words
-        for word, words in summary.describe_data(
-            data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
-        )
-        if word == "note"
-    ]
+    (lines,) = notes_of(data, config)
     assert_names(lines, "1,024", "12 %", "8")
     (limit,) = map(int, re.findall(r"data\.max_segments_per_row=(\d+)", lines))
     other = test_loader.settings_of(row_tokens=1024, max_segments=limit)
@@ -390,13 +393,7 @@ def test_a_limit_that_leaves_rows_empty_is_printed_with_one_that_fills_them():
 def test_a_limit_is_suggested_if_all_documents_fit_into_one_row():
     config = test_loader.settings_of(row_tokens=4096, max_segments=8)
     data = data_of([[5] * 60], config)
-    (lines,) = [
-        words
-        for word, words in summary.describe_data(
-            data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
-        )
-        if word == "note"
-    ]
+    (lines,) = notes_of(data, config)
     assert_names(lines, "data.max_segments_per_row=64")
     assert "data.row_tokens=" not in lines
 
