@@ -16,7 +16,8 @@ from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.progress import Progress
 from jaxsp.run.step_log import EndTime
 from jaxsp.system import distributed
-from tests.run import messages, test_trainer
+from tests import messages
+from tests.run import test_trainer
 
 
 def test_waits_for_checkpoints_add_up_until_the_next_line(tmp_path, monkeypatch):
