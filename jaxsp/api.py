@@ -89,8 +89,8 @@ class Trainer:
         Args:
             source: folder with config.json and safetensors, or name of a model on the Hugging Face
                 hub.
-            config: groups of fields as in a config file (`jaxsp train --help` documents them), or
-                such a file. Required: run.steps, data.row_tokens, batch.rows_per_step and
+            config: sections of a config file (`jaxsp train --help` documents them), or the path of
+                one. Required: run.steps, data.row_tokens, batch.rows_per_step and
                 optimizer.learning_rate. Fields about files, evaluations and logs, such as
                 data.train and run.directory, are refused. run.compilation_cache: only a folder has
                 an effect.

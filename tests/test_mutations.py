@@ -1,4 +1,4 @@
-"""The texts of tests/mutations.yaml are still in the library, each once."""
+"""The texts of tests/mutations.yaml are still in jaxsp's source, each once."""
 
 import pytest
 import yaml

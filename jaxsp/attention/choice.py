@@ -1,4 +1,4 @@
-"""The chosen attention of a run: see `selection.choose`."""
+"""The chosen attention of a run: see `selection.choose_attention`."""
 
 import collections
 import dataclasses

@@ -116,7 +116,7 @@ def choose_strategy(requested: AttentionConfig, rows: GroupRows, model: HasHeads
 def list_options(
     requested: AttentionConfig, rows: GroupRows, model: HasHeads
 ) -> list[StrategyOption]:
-    """Lists what a sweep tries: all strategies if the config says `auto`, with the fields that
+    """Lists what a sweep tries: all strategies if the config has `auto`, with the fields that
     apply to each."""
     if rows.seq == 1:
         return [StrategyOption("none shared", {})]

@@ -52,7 +52,7 @@ _EXAMPLES = {
 """Sizes of a model, and examples."""
 
 _COMMON_SIZES = tuple(_EXAMPLES)[:7]
-"""Those that all families have."""
+"""Sizes that the models of all families have."""
 
 _BIAS_FIELDS = ("attention_bias", "mlp_bias")
 

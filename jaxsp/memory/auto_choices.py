@@ -26,7 +26,7 @@ def resolve(
     device_bytes: int | None = None,
     with_training: bool = True,
 ) -> StepConfig:
-    """Replaces `auto` by numbers.
+    """Replaces `auto` in mesh.seq and batch.rows_per_microbatch with numbers.
 
     Args:
         limits: memory of a device and the host; None: what the devices report.

@@ -1,6 +1,6 @@
 """Banner: what a run will do, printed before its first step.
 
-The modules describe themselves; here is the order.
+Each module describes its own part; this file sets the order.
 """
 
 import itertools

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,6 @@ from jaxsp.run.run import PreparedModel, Run, StartPoint
 from jaxsp.system import device_mesh
 from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from jaxsp.training.train_state import TrainState
 
 
 def count(run: RunConfig, num_steps: int) -> int:
-    """Returns the number of checkpoints that are written in a number of steps, at most."""
+    """Returns the maximum number of checkpoints that a run writes in a number of steps."""
     return num_steps // (run.save_steps or 1) + 1 if run.save_every else 1
 
 

@@ -1,4 +1,4 @@
-"""The whole config: its choices, and its YAML file."""
+"""Config of a run: all sections, and loading them from YAML."""
 
 import pathlib
 from collections.abc import Collection, Sequence

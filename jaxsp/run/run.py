@@ -56,7 +56,7 @@ class StartPoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedModel:
-    """A model on a mesh, with its tokenizer and eval sets; its weights are not read."""
+    """A model on a mesh, with its tokenizer and data sets; its weights are not read."""
 
     config: Config
     """The whole config; mesh.seq and batch.rows_per_microbatch are numbers."""
@@ -69,10 +69,10 @@ class PreparedModel:
     model_dir: pathlib.Path | None
     """A run's own copy of the model's small files."""
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
-    """None if nothing needs one."""
+    """Tokenizer of the model; None if nothing needs one."""
     stop_tokens: StopTokens
     train_set: PackedDataset | None
-    """None unless it was prepared for training."""
+    """Training data; None unless it was prepared for training."""
     eval_sets: tuple[PackedDataset, ...]
     task_samples: Mapping[str, Sequence[Sample]]
     """Samples of retrieval tasks, by the name of the task."""
@@ -97,7 +97,7 @@ class Run(PreparedModel):
     stop_ids: Sequence[int]
     """Tokens at which generation stops."""
     automatic_fields: frozenset[str]
-    """Fields that are `auto` in the config, of mesh.seq and batch.rows_per_microbatch."""
+    """Fields that were `auto` in the config: mesh.seq, batch.rows_per_microbatch, or both."""
 
     @property
     def directory(self) -> pathlib.Path:
@@ -126,8 +126,8 @@ class Run(PreparedModel):
     def write_model(self, directory: pathlib.Path) -> None:
         """Writes the model's small files into a folder.
 
-        They are copies of those of the run that is resumed, else of the model's source; without
-        both, only the tokenizer is written.
+        They are copies of those of the run that is resumed, else of model.source. With
+        model.tokenizer, or without a source, only the tokenizer is written.
         """
         directory.mkdir(exist_ok=True)
         if self.model_dir is not None:

@@ -61,7 +61,7 @@ class Session:
         evaluation of its last checkpoint was skipped because the run was being stopped.
         """
         is_resume = self.run.is_resume
-        # Ask process 0 only: other nodes may have an old copy of the checkpoint's metadata cached
+        # From process 0: other nodes may have an old copy of the checkpoint's metadata cached
         is_pending = is_resume and self.run.start.has_pending_evaluation
         is_pending = bool(checkpoint_schedule.broadcast_from_first(float(is_pending)))
         is_first = self.run.config.run.eval_at_start and not is_resume

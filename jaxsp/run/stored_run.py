@@ -1,4 +1,4 @@
-"""A run whose directory is in an object store: its local copy, compared at the start of the run."""
+"""Runs whose directory is in an object store: the start, and the local copy."""
 
 import contextlib
 import pathlib
@@ -16,9 +16,11 @@ from jaxsp.run import run_dir
 from jaxsp.system import run_lock
 from jaxsp.system.object_store import ObjectStore
 
-PATIENCE_S = 1800.0  # of an outage, after which a run ends
+PATIENCE_S = 1800.0
+"""Seconds of an outage of the store after which a run ends."""
 
-uploads: dict[pathlib.Path, Uploads] = {}  # of the run in a local copy
+uploads: dict[pathlib.Path, Uploads] = {}
+"""Uploads of this process's run, by its local copy."""
 
 
 @contextlib.contextmanager
@@ -26,7 +28,7 @@ def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
     """Context in which a run can use run.directory, if that is a URL; otherwise it does nothing.
 
     At the start, the side with the later checkpoint, local copy or store, is copied to the other.
-    All processes must enter it together, after run_dir.lock; each has a copy of its own.
+    All processes must enter it together, after run_lock.lock; each has a copy of its own.
 
     Args: folder: this process's copy.
     """

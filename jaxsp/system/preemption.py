@@ -23,7 +23,7 @@ from jaxsp.system import distributed
 from jaxsp.system.run_status import RunStatus
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that ask a run to stop. A process gets SIGHUP when its terminal or ssh session closes."""
+"""Signals that request a stop. A process gets SIGHUP when its terminal or ssh session closes."""
 
 SAME_SIGNAL_S = 1.0
 """Signals within this time count as one: a terminal sends one to mpirun or torchrun and to their
@@ -50,7 +50,7 @@ class ProcessProgress:
     scheduler sends one a while after SIGTERM or SIGINT."""
 
     def publish(self) -> None:
-        """Sends it to the other processes."""
+        """Publishes this progress to the other processes."""
         distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self)))
 
 

@@ -1,4 +1,4 @@
-"""Lock of a run directory: one run at a time uses it, and a second one names the first."""
+"""Lock of a run directory: one run at a time uses it; the error of a second one names it."""
 
 import contextlib
 import datetime

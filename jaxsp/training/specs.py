@@ -31,16 +31,18 @@ from jaxsp.training.compile_options import CompileOptions
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.step_config import StepConfig
 
-_ATTENTION_INPUTS = {
+_CHOICE_INPUTS = {
     "row_tokens",
     "max_segments",
     "rows_per_microbatch",
     "compute_dtype",
+    "linear_dtype",
+    "experts_kernel",
     "mesh",
     "attention",
     "is_deterministic",
 }
-"""Values of a config that the choice of attention depends on."""
+"""Fields of StepConfig on which mesh, attention and the model's kernels depend."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,7 +266,7 @@ class StepSpec:
         Raises: UserError: see `make_spec`.
         """
         config = self.config.change(**changes)
-        if changes.keys().isdisjoint(_ATTENTION_INPUTS):
+        if changes.keys().isdisjoint(_CHOICE_INPUTS):
             return dataclasses.replace(self, config=config)
         devices = list(self.mesh.devices.flat)
         made = make_spec(config, self.model, devices=devices, device_bytes=self.device_bytes)

@@ -1,4 +1,4 @@
-"""The values of a config that determine its step."""
+"""Config of a step: the fields of a run's config that change the compiled step or its rows."""
 
 import dataclasses
 from collections.abc import Mapping

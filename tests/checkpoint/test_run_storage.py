@@ -1,4 +1,4 @@
-"""Runs in object stores, with a real S3-compatible server: uploads, kills, outages, run_storage."""
+"""Runs in object stores, with a real S3-compatible server: uploads, kills and outages."""
 
 import shutil
 import sys

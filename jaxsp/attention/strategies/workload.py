@@ -1,4 +1,4 @@
-"""The attention of a model's layers, which strategies and kernels share out."""
+"""Attention workload of a model's layers: the input of strategies and kernels."""
 
 import collections
 import dataclasses

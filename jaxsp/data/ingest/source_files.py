@@ -292,7 +292,7 @@ class StoredFiles:
         size, version = self.versions[url]
         digest = hashlib.sha256(f"{url} {size} {version}".encode()).hexdigest()[:32]
         root = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / "objects"
-        path = root / digest / url.rpartition("/")[2]  # the suffix tells the type
+        path = root / digest / url.rpartition("/")[2]  # the suffix determines the type
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_name(f"{path.name}.lock")):
             if not core_files.is_intact(path):

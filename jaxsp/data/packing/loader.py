@@ -68,7 +68,7 @@ class HostBatch:
 
 
 class RowPlacement(NamedTuple):
-    """Devices for the rows, and the order of their tokens."""
+    """Devices of the rows, the order of their tokens, and the number of rows."""
 
     mesh: jax.sharding.Mesh
     layout: Layout
