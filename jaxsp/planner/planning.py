@@ -229,10 +229,13 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
     is_all_kept = spec.remat_policy.remat == "save_attention_and_mlp"
     if spec.num_microbatches % 2 or not (has_gathers and is_all_kept):
         return False
-    larger = spec.respec(
-        rows_per_microbatch=2 * spec.config.microbatch_rows,
-        memory={"mlp_tile_tokens": "auto", "loss_tile_tokens": "auto"},
-    )
+    memory = {"mlp_tile_tokens": "auto", "loss_tile_tokens": "auto"}
+    try:
+        larger = spec.respec(rows_per_microbatch=2 * spec.config.microbatch_rows, memory=memory)
+    except UserError:  # no attention for so many rows
+        return False
+    if larger.attention.kernel != spec.attention.kernel:
+        return False
     first, *_ = memory_fit.list_candidates(larger, is_memory_known=True)
     error = fitted.memory_use.device_total / memory_formula.predict_bytes(spec)
     needed = max(1.0, error) * memory_formula.predict_bytes(first)

@@ -53,6 +53,7 @@ def describe_run(run: Run) -> list[BannerEntry]:
         row_tokens=config.data.row_tokens,
         longest_document=int(run.train_set.documents.lengths.max()),
     )
+    reference = config.model.source or "the random model of step 0"
     output = run_dir.describe(config, has_eval_sets=bool(run.eval_sets), first_step=run.start.step)
     return [
         BannerEntry("training", _describe_steps(run)),
@@ -70,7 +71,7 @@ def describe_run(run: Run) -> list[BannerEntry]:
             "model",
             f"{run.hf_config['model_type']}, {step_descriptions.describe_weights(spec)}",
         ),
-        BannerEntry("objective", step_descriptions.describe_objective(spec)),
+        BannerEntry("objective", step_descriptions.describe_objective(spec, reference)),
         BannerEntry("layers", step_descriptions.describe_layers(spec)),
         BannerEntry("rope", rope.describe(spec.model, is_changed=config.model.rope is not None)),
         BannerEntry("start", _describe_weights(run)),

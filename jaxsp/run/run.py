@@ -104,7 +104,7 @@ class Run(PreparedModel):
         """The run directory, or the local copy of a URL's."""
         return self.config.run.local_dir
 
-    @property
+    @functools.cached_property
     def is_resume(self) -> bool:
         """True if the run resumes from a checkpoint of its own."""
         return self.start.is_resume_in(self.directory)

@@ -1,7 +1,6 @@
 """Work of the command `jaxsp train`."""
 
 import argparse
-import functools
 import os
 import pathlib
 
@@ -40,7 +39,7 @@ def train(args: argparse.Namespace, config: Config, process: Process) -> None:
         status,
         shutdown_grace=config.run.shutdown_grace,
         stop_after=config.run.stop_after,
-        describe_loss=functools.partial(run_paths.describe_lost_steps, config.run.local_dir),
+        describe_loss=lambda last: run_paths.describe_lost_steps(config.run.local_dir, last),
     )
     with preemption.listen():
         distributed.initialize(process)

@@ -10,7 +10,7 @@ from jaxsp.system import device_mesh
 from jaxsp.training.specs import StepSpec
 
 
-def describe_objective(spec: StepSpec) -> str:
+def describe_objective(spec: StepSpec, reference: str = "the model of step 0") -> str:
     """Describes the objective of preference training; empty for sft.
 
     Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is the model of step 0`.
@@ -21,7 +21,7 @@ def describe_objective(spec: StepSpec) -> str:
     values = [f"{name} {value:g}" for name, value in objective if name != "type"]
     text = f"{objective.type}: {', '.join(values)}"
     if objective.needs_reference:
-        text += "; the reference is the model of step 0"
+        text += f"; the reference is {reference}"
         adapter = spec.config.adapter
         if adapter.source is not None:
             text += f" with the adapter {adapter.source}"

@@ -56,7 +56,8 @@ def _read_json(file: str, select: Select) -> Iterator[LocatedRecord]:
     is_array = False
     if split_suffix(file)[0] == ".json":  # in .jsonl, a line with an array is one bad record
         with _open_decompressed(file) as stream:
-            first_bytes = (line.strip(b"\xef\xbb\xbf \t\r\n")[:1] for line in stream)
+            blocks = iter(lambda: stream.read(4096), b"")
+            first_bytes = (block.strip(b"\xef\xbb\xbf \t\r\n")[:1] for block in blocks)
             is_array = next(filter(None, first_bytes), b"") == b"["
     with _open_decompressed(file) as stream:
         if is_array:

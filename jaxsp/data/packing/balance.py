@@ -30,15 +30,15 @@ def count_row_work(
     devices = layout.degree
     order = np.array(layout.chunk_order())
     borders = np.arange(layout.num_chunks + 1) * layout.chunk_tokens(row_tokens)
+    # queries in one chunk and keys in another, twice if the keys come first
+    factor_NN = 1.0 + np.sign(order[:, None] - order)
     work = []
     for begin, end in itertools.pairwise(row_starts):
         tokens_before = np.clip(borders - starts[begin:end, None], 0, lengths[begin:end, None])
         tokens_SN = np.diff(tokens_before, axis=1)[:, order].astype(np.float64)
-        # queries in one chunk and keys in another, twice if the keys come first
-        pairs_NN = (tokens_SN.T @ tokens_SN).astype(np.int64)
-        pairs_NN *= 1 + np.sign(order[:, None] - order)
+        pairs_NN = tokens_SN.T @ tokens_SN * factor_NN
         work.append(pairs_NN.reshape(devices, len(order) // devices, devices, -1).sum((1, 3)))
-    work_RDD = np.array(work)
+    work_RDD = np.array(work, np.int64)
     here = np.arange(devices)
     return np.stack([work_RDD[:, here, (here - step) % devices] for step in range(devices)], 1)
 
