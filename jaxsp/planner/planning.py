@@ -232,7 +232,7 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
     memory = {"mlp_tile_tokens": "auto", "loss_tile_tokens": "auto"}
     try:
         larger = spec.respec(rows_per_microbatch=2 * spec.config.microbatch_rows, memory=memory)
-    except UserError:  # no attention for so many rows
+    except UserError:  # no attention takes that number of rows
         return False
     if larger.attention.kernel != spec.attention.kernel:
         return False

@@ -66,7 +66,7 @@ def evaluate(folder, num_devices, words):
     )
     spec = resolved.spec
     master = initial_weights.open_sources(spec, None, None).make()
-    eval_sets = Evaluator(spec, resolved.eval_sets)
+    eval_sets = Evaluator(spec, resolved.eval_sets, has_long_ppl=True)
     tasks = RetrievalEvaluator(eval_sets, resolved.task_samples)
     return [line for each in (eval_sets, tasks) for line in each.run(master, num_steps=0)]
 

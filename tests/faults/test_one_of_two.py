@@ -13,12 +13,9 @@ import os, pathlib, sys
 import jax
 from jaxsp.checkpoint import reader, writer
 from jaxsp.checkpoint.writer import CheckpointWriter
-
 from jaxsp.system import cluster, device_mesh, distributed, jax_platform
 from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
-from jaxsp.system import cluster, device_mesh, distributed, jax_platform
-from jaxsp.checkpoint import run_paths
 from jaxsp.run import resume
 from jaxsp.sharding import sharding
 from jaxsp.training import train_state, weight_init
@@ -33,7 +30,7 @@ jax_platform.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_p
 distributed.initialize(process)
 sharding.MIN_SHARDED_SIZE = 100
 spec = StepSpec(
-    config=batches.make_config(name="adamw"), model=batches.model(), num_steps=9,
+    config=batches.make_config(name="adamw").step, model=batches.model(), num_steps=9,
     attention=batches.attention_choice(),
     mesh=device_mesh.make_mesh({"replica": 1, "data": 8, "seq": 1}),
 )

@@ -87,7 +87,7 @@ def read_trained(folder: pathlib.Path) -> dict[str, np.ndarray]:
     """Weights of the last checkpoint, by path."""
     config = settings(folder)
     plain = model_config.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
-    table = trainable.build_table(adapters.add_adapter(plain, config.adapter), config)
+    table = trainable.build_table(adapters.add_adapter(plain, config.adapter), config.step)
     weights = reader.read_weights(folder / f"run/checkpoints/{STEPS}", table)
     return batches.name_leaves(weights)
 

@@ -17,9 +17,8 @@ from tests import messages
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]
 
 PROGRAM = """
-import functools, json, sys, time
+import functools, json, pathlib, sys, time
 from datetime import timedelta
-from jaxsp.run.run_config import RunConfig
 from jaxsp.system import preemption, run_status
 from jaxsp.checkpoint import run_paths
 options = json.loads(sys.argv[1])

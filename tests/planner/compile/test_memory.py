@@ -129,7 +129,7 @@ def compile_with_inputs_on_host(microbatches, *options, **fields):
         num_hidden_layers=16,
     )
     model = model_config.parse_model_config(config.model.config, field="model.config")
-    if found := memory_problems.find_problems(config, platform="gpu", model=model):
+    if found := memory_problems.find_problems(config.step, platform="gpu", model=model):
         pytest.skip(found[0])
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))
     host = memory.measure_step(step).host
