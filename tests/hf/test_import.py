@@ -111,8 +111,10 @@ def test_import_and_export_keep_every_tensor_bit_for_bit(tmp_path, name, sizes, 
     )
     back = tensors(tmp_path / "out")
     assert back.keys() == source.keys()
+    is_glm = name == "glm4_moe"  # transformers keeps its routers in float32
+    names = (*FLOAT32_NAMES, "mlp.gate.weight") if is_glm else FLOAT32_NAMES
     for key, array in source.items():
-        stored = "float32" if key.endswith(FLOAT32_NAMES) else exported
+        stored = "float32" if key.endswith(names) else exported
         assert batches.is_bitwise_equal(back[key], array.astype(jnp.dtype(stored))), key
 
 
