@@ -31,7 +31,7 @@ LIMITS = {
     "system": 2394,
     "tasks": 655,
     "training": 2587,
-    "tests": 41981,
+    "tests": 42000,
     "scripts": 2930,
 }
 """Lines of each package of jaxsp (`commands` are the modules directly in jaxsp/), of the tests and

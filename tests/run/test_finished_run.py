@@ -31,12 +31,9 @@ def test_a_run_that_is_done_deletes_what_a_kill_has_left(tmp_path):
 
     def finish(checkpoint):
         start = StartPoint(checkpoint=checkpoint, step=11)
-        is_resume = start.is_resume_in(tmp_path)
-        preflight.finish_run(
-            types.SimpleNamespace(
-                config=config, directory=tmp_path, is_resume=is_resume, ranking_eval_set=None
-            )
-        )
+        run = types.SimpleNamespace(config=config, directory=tmp_path, ranking_eval_set=None)
+        run.is_resume = start.is_resume_in(tmp_path)
+        preflight.finish_run(run)
         return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 
     assert finish(tmp_path.parent / "other/checkpoints/11") == ["10", "11", "8", "9.deleting"]

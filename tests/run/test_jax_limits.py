@@ -36,9 +36,8 @@ def config_of(spec):
     """The parts of a whole config that the limits depend on; the model is not read."""
     step = spec.config
     data = types.SimpleNamespace(row_tokens=step.row_tokens)
-    return types.SimpleNamespace(
-        model=None, data=data, adapter=step.adapter, mesh=step.mesh, step=step
-    )
+    sections = {"adapter": step.adapter, "mesh": step.mesh}
+    return types.SimpleNamespace(model=None, data=data, step=step, **sections)
 
 
 def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(monkeypatch, environ):
