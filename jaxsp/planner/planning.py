@@ -165,6 +165,8 @@ def resolve_config(config: StepConfig, *, model: ModelConfig, cluster: Cluster) 
 
     Raises: UserError if rows cannot be divided among any number of devices.
     """
+    if "auto" not in (config.mesh.seq, config.rows_per_microbatch):
+        return config  # without XLA's compiler for GPUs
     return auto_choices.resolve(
         config,
         model,
