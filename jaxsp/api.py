@@ -1,36 +1,19 @@
-"""`jaxsp.Trainer`: fine-tuning from Python.
+"""`jaxsp.Trainer` and `jaxsp.plan`: what the commands do, from Python (configs/guide/python.md)."""
 
-Example:
-    import jaxsp
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained("models/base")
-    texts = open("texts.txt").readlines()
-    documents = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
-    config = {
-        "run": {"steps": 10},
-        "mesh": {"seq": 4},  # four devices share each row
-        "data": {"row_tokens": 512},
-        "batch": {"rows_per_step": 8},
-        "optimizer": {"learning_rate": 1e-2},
-    }
-    trainer = jaxsp.Trainer("models/base", config)
-    for batch in trainer.pack(documents[8:]):
-        metrics = trainer.step(batch)
-        print(int(trainer.state.step), float(metrics["loss"]))
-    print(trainer.evaluate(documents[:8])["loss"])
-    trainer.save("models/tuned")
-"""
-
+import atexit
+import contextlib
 import dataclasses
 import itertools
+import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 import pyarrow as pa
+import rich.console
 
 from jaxsp.blocks import layers
 from jaxsp.config.yaml_io import format_value
@@ -38,23 +21,44 @@ from jaxsp.core import host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.core.units import format_count
+from jaxsp.data import in_memory
+from jaxsp.data.chat import chat_template
+from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.tokenization.documents import encode_examples
+from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.hf import folder, model_config, multimodal, peft, writer
+from jaxsp.evaluation.retrieval import RetrievalEvaluator
+from jaxsp.generation.generator import Generator, Sampling
+from jaxsp.hf import folder, multimodal, peft, writer
 from jaxsp.hf.weights import open_other_parts
 from jaxsp.memory import memory_compile
 from jaxsp.optimizers import param_groups
-from jaxsp.run import build, config_file, initial_weights, jax_limits, merging
+from jaxsp.run import (
+    build,
+    config_file,
+    export_command,
+    initial_weights,
+    jax_limits,
+    merging,
+    model_files,
+    stop_tokens,
+    train_command,
+    trainer,
+)
 from jaxsp.run.config_file import Config
-from jaxsp.system import compilation_cache
+from jaxsp.system import cluster, compilation_cache, distributed
 from jaxsp.training import train_state, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import find_division_problems
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
+
+if TYPE_CHECKING:
+    import transformers
 
 NumberLists = Iterable[Any]
 """One list or array of numbers per document."""
@@ -64,68 +68,220 @@ ConfigFields = Mapping[str, Any] | str | pathlib.Path
 
 
 class Trainer:
-    """A model on a device mesh, its optimizer state, and the step that trains it.
+    """A model on a device mesh, and everything that `jaxsp train` does with it.
 
-    The numbers are those of `jaxsp train` with the same config and rows. `state` is the model's
-    weights (`state.master`, float32 if they are trained, sharded over the mesh) and the optimizer's
-    state; for a loop of your own, `training.train_step.compile(trainer.spec)` is the step.
+    With training data in the config, `train` is the whole run: evaluations, checkpoints, trackers,
+    and resuming in run.directory. Without, the loop is yours: `pack` and `step`. The numbers are
+    those of `jaxsp train` with the same config and rows.
 
-    Example: see the top of the file.
+    Attributes:
+        config: the whole config.
+        model: the model, its tokenizer and data sets.
+        spec: the step; `training.train_step.compile(trainer.spec)` compiles it for other loops.
+
+    Example:
+        trainer = jaxsp.Trainer("config.yaml", ["run.steps=100"])
+        trainer.train(on_line=print)
+        print(trainer.generate(["Once upon a time"]))
+        trainer.save("models/tuned")
     """
 
     def __init__(
         self,
-        source: str,
         config: ConfigFields,
+        changes: Sequence[str] = (),
         *,
         loss: TokenLoss | None = None,
         has_weights: bool = False,
     ):
-        """Loads a Hugging Face model onto a device mesh; compiles nothing.
+        """Reads the model and the data, and chooses the mesh; compiles nothing.
 
-        Call it before anything else in the process uses JAX's devices if `config` has
-        `mesh.virtual_cpu_devices`.
+        Make it before anything else in the process uses JAX's devices if `config` has
+        mesh.virtual_cpu_devices, or if the job has several processes, which it joins as the
+        commands do (srun, mpirun, torchrun).
 
         Args:
-            source: folder with config.json and safetensors, or name of a model on the Hugging Face
-                hub.
-            config: sections of a config file (`jaxsp train --help` documents them), or the path of
-                one. Required: run.steps, data.row_tokens, batch.rows_per_step and
-                optimizer.learning_rate. Fields about files, evaluations and logs, such as
-                data.train and run.directory, are refused. run.compilation_cache: only a folder has
-                an effect.
+            config: a config file, or its sections (`jaxsp train --help` documents them). A source
+                of data.train or data.eval may have records in memory instead of a path: see
+                `data.in_memory.write_sources`. Without data.train, fields about files, evaluations
+                and logs are refused, because your own loop would ignore them.
+            changes: fields to change, as on the command line: `["run.steps=10"]`.
             loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
             has_weights: True if each token's loss has a weight: see `pack`.
-        Raises: UserError with all problems of the config, the model's files and the mesh.
+        Raises: UserError with all problems of the config, the model's files, the data and the mesh.
         """
-        whole_config = _build_config(source, config)
+        self.config = _load_config(config, changes)
+        process = cluster.detect_process(os.environ)
         try:
-            jax_limits.choose_platform(whole_config)
+            jax_limits.choose_platform(self.config, process)
         except RuntimeError as error:  # JAX has started with other devices
             raise UserError(
-                f"mesh.virtual_cpu_devices = {whole_config.mesh.virtual_cpu_devices}: {error}. "
+                f"mesh.virtual_cpu_devices = {self.config.mesh.virtual_cpu_devices}: {error}. "
                 "Make the Trainer before anything uses JAX's devices."
             ) from None
-        if whole_config.run.compilation_cache not in (compilation_cache.AUTO, None):
-            compilation_cache.enable(whole_config.run.compilation_cache)
+        if process.num_processes > 1 and not distributed.is_connected():
+            distributed.initialize(process)
+            atexit.register(distributed.shutdown)
+        cache = self.config.run.compilation_cache
+        if self.config.data.train or cache not in (compilation_cache.AUTO, None):
+            compilation_cache.enable(cache, num_processes=process.num_processes)
         problems = ProblemCollector()
+        trains = bool(self.config.data.train)
+        if trains and has_weights:
+            problems.append("has_weights = True: data.train has no weights of tokens. Use pack.")
         self.model = build.prepare_model(
-            whole_config, devices=jax.devices(), problems=problems, for_training=False
+            self.config, devices=jax.devices(), problems=problems, for_training=trains
         )
         self.spec = dataclasses.replace(self.model.spec, loss=loss, has_weights=has_weights)
-        problems += param_groups.find_problems(self.spec.config.optimizer, self.spec.table)
-        problems += find_division_problems(
-            self.spec.config,
-            dict(self.spec.mesh.shape),
-            layout=self.spec.attention.strategy.layout,
-        )
-        problems.raise_if_any()
-        weights = initial_weights.open_sources(
+        if not trains:
+            problems += param_groups.find_problems(self.spec.config.optimizer, self.spec.table)
+            problems += find_division_problems(
+                self.spec.config,
+                dict(self.spec.mesh.shape),
+                layout=self.spec.attention.strategy.layout,
+            )
+            problems.raise_if_any()
+        self._weights = initial_weights.open_sources(
             self.spec, self.model.model_folder, self.model.adapter_folder
         )
-        self.state = train_state.init_state(self.spec, weights.make())
-        self._step: Callable[[TrainState, Batch], tuple[TrainState, StepResults]] | None = None
+        self._state: TrainState | None = None
         self._evaluator = Evaluator(self.spec, ())
+        self._step: Callable[[TrainState, Batch], tuple[TrainState, StepResults]] | None = None
+
+    @property
+    def state(self) -> TrainState:
+        """The model's weights (`state.master`, float32 if they are trained, sharded over the mesh)
+        and the optimizer's state: those of the model, or after the last step."""
+        if self._state is None:
+            self._state = train_state.init_state(self.spec, self._weights.make())
+        return self._state
+
+    def train(
+        self, *, on_line: Callable[[Line], None] | None = None, is_quiet: bool = False
+    ) -> list[Line]:
+        """Trains as `jaxsp train` does, to the last step; resumes from run.directory.
+
+        An interrupt (Ctrl-C, SIGTERM) finishes the step and writes a checkpoint; a second one ends
+        the process. If the process hangs, it ends with exit code 75.
+
+        Args:
+            on_line: called with each line of metrics.jsonl, eval.jsonl and tasks.jsonl when it is
+                written, in process 0. An exception ends the run.
+            is_quiet: do not print the banner and the progress.
+        Returns: the lines; empty in other processes.
+        Raises:
+            UserError if the config has no training data, and for problems with the run directory;
+            NeedsAttentionError: see `run.trainer.train`.
+        """
+        if not self.config.data.train:
+            raise UserError(
+                "train: the config has no data.train. Name its data, for example "
+                "{'data': {'train': [{'source': records}]}}, or use pack and step."
+            )
+        self.config.logging.check_installed()
+        lines: list[Line] = []
+
+        def add(line: Line) -> None:
+            lines.append(line)
+            if on_line is not None:
+                on_line(line)
+
+        self._state = None  # a device may not hold both
+        console = rich.console.Console(quiet=is_quiet or jax.process_index() > 0, markup=False)
+        preemption = train_command.make_preemption(self.config)
+        is_main = threading.current_thread() is threading.main_thread()
+        with preemption.listen() if is_main else contextlib.nullcontext():
+            run, state = train_command.train_config(
+                self.config, console, preemption, loss=self.spec.loss, on_line=add
+            )
+        self.spec = run.spec
+        self._evaluator = Evaluator(self.spec, ())
+        self._state = state or trainer.make_state(run)[0]
+        return lines
+
+    def tokenize(self, records: Iterable[Any]) -> tuple[list[list[int]], list[list[int]]]:
+        """Encodes records as training does.
+
+        Args: records: see `data.in_memory.write_sources`.
+        Returns:
+            tokens and labels of each document, for `pack` and `evaluate`: a label is the token
+            itself, or -100 where it has no loss.
+        Raises: UserError for a record that cannot be used.
+        """
+        whole = self.config.model_dump(mode="json")
+        fields = {name: whole[name] for name in ("model", "data")}
+        fields["data"] |= in_memory.write_sources({"train": [{"source": records}]})
+        data = config_file.parse(fields, trains=False).data
+        (source,) = data.train
+        tokenizer = self._load_tokenizer() if source.needs_tokenizer else None
+        with at("records"):
+            opened = sources.read(source, data=data)
+            encoded = [
+                *encode_examples(
+                    opened, source=source, data=data, tokenizer=tokenizer, num_records=len(opened)
+                )
+            ]
+        tokens = [example.tokens.tolist() for example in encoded]
+        labels = [
+            example.tokens.tolist() if example.labels is None else example.labels.tolist()
+            for example in encoded
+        ]
+        return tokens, labels
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[Any]],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[str]:
+        """Answers prompts with these weights, as `jaxsp generate` does.
+
+        Args:
+            prompts: texts, chats (lists of messages) or lists of token ids. A prompt and its answer
+                must fit into data.row_tokens.
+            temperature, top_p, seed: see `generation.generator.Sampling`. 0: the likeliest tokens.
+        Returns: the text of each answer, without the tokens that end it.
+        Raises: UserError for prompts that are empty or too long, and for a reward model.
+        """
+        tokenizer = self._load_tokenizer()
+        encoder = TextEncoder(tokenizer)
+        ids: list[list[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                ids.append(encoder.encode_prompt(prompt, is_plain=True))
+            elif len(prompt) and isinstance(prompt[0], Mapping):
+                renderer = chat_template.make_prompt_renderer(self.config.data, tokenizer)
+                text = renderer([*prompt], prompt=True)[0]
+                ids.append(encoder.encode_prompt(text, is_plain=False))
+            else:
+                ids.append([*prompt])
+        small_files = self.model.small_files
+        stop_ids = stop_tokens.list_stop_ids(self.model.hf_config, small_files, tokenizer)
+        answers = Generator(self.spec).generate(
+            self.state.master,
+            ids,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+        )
+        return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+
+    def evaluate_sets(self) -> list[Line]:
+        """Evaluates the eval sets and the retrieval tasks of the config with these weights.
+
+        Returns: lines of eval.jsonl and tasks.jsonl.
+        """
+        sets = Evaluator(self.spec, self.model.eval_sets, has_long_ppl=self.config.eval.long_ppl)
+        tasks = RetrievalEvaluator(sets, self.model.task_samples)
+        num_steps = int(self.state.step)
+        return [
+            line
+            for evaluator in (sets, tasks)
+            for line in evaluator.run(self.state.master, num_steps=num_steps)
+        ]
 
     def pack(
         self,
@@ -154,6 +310,11 @@ class Trainer:
             UserError for ids outside the vocabulary, lists of another length than their document's,
             and bad weights.
         """
+        if self.config.data.train:
+            raise UserError(
+                "pack: the config has data.train, which train reads. Use train, or leave "
+                "data.train out."
+            )
         if (weights is not None) != self.spec.has_weights:
             suggestion = "Make the Trainer with has_weights=True."
             if self.spec.has_weights:
@@ -174,7 +335,7 @@ class Trainer:
         """
         if self._step is None:
             self._step = memory_compile.compile_fitting_step(self.spec).executable
-        self.state, metrics = self._step(self.state, batch)
+        self._state, metrics = self._step(self.state, batch)
         return metrics
 
     def evaluate(
@@ -213,13 +374,11 @@ class Trainer:
         """
         weights = self._prepare_to_save(directory)
         model_folder = self.model.model_folder
-        assert model_folder is not None, "model.source is set"
-        config = self.model.config.model
-        field = str(model_folder.path / "config.json")
-        fields = model_config.resolve_fields(model_folder.config_fields, config, field=field)
+        fields = self.model.hf_config
         parts = None
         if multimodal.are_exported(fields):
             whole = model_folder if source is None else folder.find(source, field="source")
+            assert whole is not None, "no family with other parts starts from random weights"
             parts = open_other_parts(whole, self.spec.model)
         elif source is not None:
             raise UserError(
@@ -229,16 +388,20 @@ class Trainer:
         table = self.spec.table
         if self.spec.config.has_frozen_weights:
             table, weights = merging.merge_state(weights, table=table, model=self.spec.model)
+        own_tokenizer = self.config.model.tokenizer is not None
         writer.export_model(
             weights,
             table=table,
             fields=fields,
-            tokenizer=None,
-            small_files=model_folder.path,
+            tokenizer=self._load_tokenizer() if own_tokenizer else None,
+            small_files=None if own_tokenizer or model_folder is None else model_folder.path,
             directory=directory,
-            dtype=dtype or config.compute_dtype,
+            dtype=dtype or self.config.model.compute_dtype,
             other_parts=parts,
         )
+        out = pathlib.Path(directory)
+        self.model.stop_tokens.add_to_file(out, default=fields["eos_token_id"])
+        export_command.write_chat_template(self.model.config, out)
 
     def save_adapter(self, directory: str | pathlib.Path) -> None:
         """Saves the trained weights of a model with LoRA as a folder that `peft.PeftModel` loads.
@@ -250,18 +413,23 @@ class Trainer:
             raise UserError("save_adapter: adapter.type is none. Use save.")
         weights = self._prepare_to_save(directory)
         source = self.model.model_folder
-        assert source is not None, "model.source is set"
         table = self.spec.table
         peft.save_adapter(
             trainable.select_trained(table, weights),
             table=trainable.select_trained(table, table),
             adapter=self.spec.config.adapter,
             model=self.spec.model,
-            base=source.source,
+            base=None if source is None else source.source,
             directory=directory,
-            is_multimodal=multimodal.is_multimodal(source.path),
-            small_files=source.path,
+            is_multimodal=source is not None and multimodal.is_multimodal(source.path),
+            small_files=None if source is None else source.path,
         )
+
+    def _load_tokenizer(self) -> "transformers.PreTrainedTokenizerBase":
+        """The model's tokenizer. Raises: UserError if there is none."""
+        if self.model.tokenizer is not None:
+            return self.model.tokenizer
+        return model_files.load_tokenizer(self.config, self.model.model_folder, None)
 
     def _prepare_to_save(self, directory: str | pathlib.Path) -> layers.Weights:
         """The weights as arrays that can be sliced. Raises: UserError: see `save`."""
@@ -312,16 +480,17 @@ class Trainer:
                 [datasets.Dataset(pa.table(columns))],
                 source_names=["documents"],
                 row_tokens=self.spec.config.row_tokens,
-                long_documents=self.model.config.data.long_documents,
+                long_documents=self.config.data.long_documents,
             )
         # Digests are for comparisons with checkpoints and other processes
         return dataset.pack_documents(name, packed, **self.spec.config.packing, digests=[""])
 
 
-def _build_config(source: str, config: ConfigFields) -> Config:
-    """Fills in the fields that only training from files needs. Raises: UserError."""
+def _load_config(config: ConfigFields, changes: Sequence[str]) -> Config:
+    """Loads a config; without training data, `Trainer` ignores no field. Raises: UserError."""
     if not isinstance(config, Mapping):
         config = config_file.read(config)
+    problems = ProblemCollector()
     fields: dict[str, Any] = {}
     for name, group in config.items():
         if not isinstance(group, Mapping):
@@ -330,50 +499,37 @@ def _build_config(source: str, config: ConfigFields) -> Config:
                 "for example {'run': {'steps': 10}}."
             )
         fields[name] = dict(group)
-    problems = ProblemCollector()
-    for group, values in fields.items():
-        for name, value in values.items():
-            instead = _INSTEAD.get(group) or _INSTEAD.get(f"{group}.{name}")
-            if instead and value and value != "sft":
-                text = f"{group}.{name} = {format_value(value)}"
-                problems.append(f"{text}: must not be set here. {instead}")
+    if "data" in fields:
+        fields["data"] = in_memory.write_sources(fields["data"])
+    given = {f"{group}.{name}": fields[group][name] for group in fields for name in fields[group]}
+    given |= {name: value for name, _, value in (change.partition("=") for change in changes)}
+    if any(value for name, value in given.items() if name.startswith("data.train")):
+        return config_file.parse(fields, changes)
+    for name, value in given.items():
+        instead = _INSTEAD.get(name) or _INSTEAD.get(name.partition(".")[0])
+        if instead and value and value != "sft":
+            text = f"{name} = {format_value(value)}"
+            problems.append(f"{text}: has no effect without data.train. {instead}")
     problems.raise_if_any()
-    unused: dict[str, Any] = {
-        "run": {},
-        "model": {"source": source, "config": None, "tokenizer": None},
-        "data": {"train": [], "eval": []},
-    }
-    return config_file.parse(
-        fields | {name: fields.get(name, {}) | group for name, group in unused.items()},
-        unneeded=("run.directory", "data.train"),
-    )
+    return config_file.parse(fields, changes, unneeded=("run.directory", "data.train"))
 
 
 _INSTEAD = {
     "run.epochs": "Set run.steps.",
-    **dict.fromkeys(("model.source", "model.config"), "Pass the folder before the config."),
     **dict.fromkeys(
         ("run.directory", "run.staging", "run.save_every", "run.resume", "checkpoint"),
         "Save the weights in your own loop, with Trainer.save.",
     ),
+    "data.eval_fraction": "Pass documents to Trainer.evaluate.",
     **dict.fromkeys(
-        (
-            *("data.train", "data.chat_template", "data.train_on", "model.tokenizer"),
-            *("data.chat_template_date", "data.chat_template_kwargs", "data.earlier_reasoning"),
-            *("data.on_bad_record", "data.max_bad_records", "data.num_workers"),
-        ),
-        "Pass token ids and labels to pack.",
-    ),
-    **dict.fromkeys(("data.eval", "data.eval_fraction"), "Pass documents to Trainer.evaluate."),
-    **dict.fromkeys(
-        ("run.eval_at_start", "run.eval_every", "run.generate_samples", "eval.tasks"),
-        "Evaluate in your own loop, or with `jaxsp eval`.",
+        ("run.eval_at_start", "run.eval_every", "run.generate_samples"),
+        "Evaluate in your own loop.",
     ),
     **dict.fromkeys(("run.early_stopping_patience", "run.stop_after"), "End your own loop early."),
     **dict.fromkeys(("run.log_every", "logging"), "Log the metrics of a step in your own loop."),
-    "objective.type": "Train on preferences with `jaxsp train`.",
+    "objective.type": "Preferences need data.train, and Trainer.train.",
 }
-"""Alternatives to fields, and to whole sections, that `Trainer` would ignore and so refuses."""
+"""Alternatives to fields, and to whole sections, that have no effect without training data."""
 
 
 def _make_column(

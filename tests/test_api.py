@@ -7,7 +7,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import textwrap
 
 import jax
 import numpy as np
@@ -16,7 +15,6 @@ import rich.console
 import safetensors.numpy
 
 import jaxsp
-from jaxsp import api
 from jaxsp.config import yaml_io
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
@@ -27,7 +25,8 @@ from jaxsp.run import build, config_file
 from jaxsp.run import trainer as run_trainer
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import compile_options, train_state
-from tests import batches, commands, messages
+from tests import batches, commands, markdown, messages
+from tests.data.chat import chats
 
 SETTINGS = {
     "run": {"steps": 3},
@@ -67,9 +66,15 @@ def base(tmp_path_factory):
     return str(path)
 
 
+def make_trainer(base, **sections):
+    """A trainer whose loop is ours."""
+    fields = SETTINGS | sections
+    return jaxsp.Trainer(fields | {"model": fields["model"] | {"source": base}})
+
+
 @pytest.fixture(scope="module")
 def loaded(base):
-    return jaxsp.Trainer(base, SETTINGS)
+    return make_trainer(base)
 
 
 def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
@@ -104,7 +109,7 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     reason="needs jax 0.11.1",
 )
 def test_weights_in_host_memory_are_saved(base, tmp_path):
-    trainer = jaxsp.Trainer(base, SETTINGS | {"memory": {"offload_optimizer": "state"}})
+    trainer = make_trainer(base, memory={"offload_optimizer": "state"})
     assert any(map(host_memory.is_on_host, jax.tree.leaves(trainer.state.master)))
     trainer.save(tmp_path / "out")
     old, new = (
@@ -202,7 +207,7 @@ def test_documents_may_come_from_a_generator(loaded):
 )
 def test_settings_of_files_are_refused(changes, field):
     with pytest.raises(UserError, match=field):
-        jaxsp.Trainer("base", SETTINGS | changes)
+        make_trainer("base", **changes)
 
 
 def test_weights_are_refused_where_the_step_has_none(loaded):
@@ -213,39 +218,67 @@ def test_weights_are_refused_where_the_step_has_none(loaded):
 def test_settings_that_do_not_work_are_refused(base):
     """Two groups cannot share three rows; steps per epoch are unknown before packing."""
     with pytest.raises(UserError) as raised:
-        jaxsp.Trainer(base, SETTINGS | {"batch": {"rows_per_step": 3}})
+        make_trainer(base, batch={"rows_per_step": 3})
     assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [
         "batch.rows_per_step"
     ]
     with pytest.raises(UserError, match=r"run\.epochs = 2"):
-        jaxsp.Trainer(base, SETTINGS | {"run": {"epochs": 2}})
+        make_trainer(base, run={"epochs": 2})
 
 
 @pytest.mark.e2e
-def test_the_example_trains_and_saves(tmp_path):
-    """The code at the top of api.py, as it stands there, on four CPU devices."""
-    code = textwrap.dedent(api.__doc__.partition("Example:\n")[2])
+def test_the_page_is_a_script_whose_numbers_are_those_of_the_command(tmp_path):
+    """The blocks of configs/guide/python.md, as they stand there, on four CPU devices; then the
+    command with the config of its run."""
+    page = (commands.REPO / "configs/guide/python.md").read_text(encoding="utf-8")
+    *blocks, plan = markdown.code_blocks(page, "python")
+    assert "jaxsp.plan" in plan, "it has a test of its own"
+    shown = "[losses, answers, evaluation['loss'], margins, labels[0]]"
+    script = "\n".join([*blocks, f"import json\nprint(json.dumps({shown}))"])
     make_folder(tmp_path / "models/base", batches.SMALL_LLAMA)
-    (tmp_path / "texts.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
+    (tmp_path / "models/base/chat_template.jinja").write_text(chats.CHATML)
     environment = os.environ | {
         "JAX_NUM_CPU_DEVICES": "4",
-        "PYTHONPATH": str(pathlib.Path(__file__).parent.parent),
+        "PYTHONPATH": str(commands.REPO),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+
+    def run(*words):
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    *_, evaluated, last = run("-c", script).splitlines()
+    losses, answers, loss, margins, labels = json.loads(last)
+    run("-m", "jaxsp.train", "runs/sums/config.yaml", "run.directory=runs/command")
+    mine, command = (
+        [commands.read_lines(tmp_path / f"runs/{name}/{file}.jsonl") for file in NUMBERS_OF_FILES]
+        for name in ("sums", "command")
     )
-    assert done.returncode == 0, done.stderr
-    steps = [line.split() for line in done.stdout.splitlines()[:10]]
-    assert [int(number) for number, _ in steps] == list(range(1, 11))
-    assert float(steps[0][1]) > 5, "ln 257 is 5.5"
-    assert float(steps[-1][1]) < float(steps[0][1]) - 0.2
-    before, after = (
-        safetensors.numpy.load_file(tmp_path / "models" / name / "model.safetensors")
-        for name in ("base", "tuned")
-    )
-    assert before.keys() == after.keys()
-    assert {str(tensor.dtype) for tensor in after.values()} == {"bfloat16"}
+    for my_lines, lines, fields in zip(mine, command, NUMBERS_OF_FILES.values(), strict=True):
+        assert [[line[field] for field in fields] for line in my_lines] == [
+            [line[field] for field in fields] for line in lines
+        ]
+    assert losses == [line["loss"] for line in mine[0]], "on_line had each line"
+    assert losses[-1] < losses[0] - 0.5
+    assert loss == mine[1][-1]["loss"], "evaluated with the weights of the last step"
+    assert len(answers) == 2
+    assert all(answers)
+    assert margins[1] > margins[0], "answers are compared with the reference"
+    assert bytes(label for label in labels if label >= 0) == b"0<|im_end|>\n"
+    assert float(evaluated) < losses[-1], "the third trainer went on from the saved weights"
+    saved = safetensors.numpy.load_file(tmp_path / "models/tuned/model.safetensors")
+    assert {str(tensor.dtype) for tensor in saved.values()} == {"bfloat16"}
     assert tokenizers.load(str(tmp_path / "models/tuned"))("abc")["input_ids"] == [97, 98, 99]
+
+
+NUMBERS_OF_FILES = {
+    "metrics": (*commands.COUNTS, "loss", "grad_norm", "learning_rate", "token_accuracy"),
+    "eval": ("step", "data", "data_digest", "loss", "num_documents", "loss_by_position"),
+}
+"""Fields that do not depend on times."""
 
 
 def train_from_files(folder, fields, documents):
@@ -283,8 +316,9 @@ def test_a_trainer_has_the_losses_of_jaxsp_train(tmp_path):
     expected, evaluation = train_from_files(
         tmp_path, config | {"model": config["model"] | model}, documents
     )
+    config["model"] |= model
     (tmp_path / "config.yaml").write_text(yaml_io.dump(config))
-    mine = jaxsp.Trainer(model["source"], tmp_path / "config.yaml")
+    mine = jaxsp.Trainer(tmp_path / "config.yaml")
     metrics = [mine.step(batch) for batch in mine.pack(documents)]
     for field in ("loss", "grad_norm", "learning_rate", "num_loss_tokens", "token_accuracy"):
         values = [step_metrics[field].item() for step_metrics in metrics]
@@ -306,24 +340,25 @@ def test_a_trainer_has_the_losses_of_jaxsp_train(tmp_path):
 
 def test_problems_of_the_config_are_reported_before_anything_is_loaded():
     with pytest.raises(UserError, match=r"run\.epochs = 2"):
-        jaxsp.Trainer("base", {"run": {"epochs": 2}})
+        jaxsp.Trainer({"run": {"epochs": 2}, "model": {"source": "base"}})
 
 
 def test_fields_without_effect_are_refused_by_name_also_those_of_a_file(tmp_path):
     fields = {
         "run": {"steps": 2, "directory": "runs/x", "save_every": "10m", "eval_at_start": False},
-        "model": {"compute_dtype": "float32", "tokenizer": "bytes"},
-        "data": {"row_tokens": 64, "train": [{"source": "a", "format": "text"}], "eval": []},
-        "checkpoint": {"keep_best": 2},
+        "model": {"source": "base", "compute_dtype": "float32", "tokenizer": "bytes"},
+        "data": {"row_tokens": 64, "train": []},
+        "batch": {"rows_per_step": 1},
+        "optimizer": {"learning_rate": 0.1},
+        "checkpoint": {"keep_best": 0},
         "logging": {"trackers": ["mlflow"], "profile_steps": [1, 2]},
     }
     (tmp_path / "run.yaml").write_text(yaml_io.dump(fields))
     for config in (fields, tmp_path / "run.yaml", str(tmp_path / "run.yaml")):
         with pytest.raises(UserError) as raised:
-            jaxsp.Trainer("base", config)
+            jaxsp.Trainer(config)
         assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [
-            *("run.directory", "run.save_every", "model.tokenizer", "data.train"),
-            *("checkpoint.keep_best", "logging.trackers", "logging.profile_steps"),
+            *("run.directory", "run.save_every", "logging.trackers", "logging.profile_steps")
         ]
 
 
@@ -334,6 +369,6 @@ def test_importing_jaxsp_imports_neither_jax_nor_transformers():
 
 
 def test_completion_finds_the_trainer_and_other_names_are_missing():
-    assert dir(jaxsp) == ["Trainer"]
+    assert dir(jaxsp) == ["Trainer", "plan"]
     with pytest.raises(AttributeError, match="no attribute 'Triner'"):
         _ = jaxsp.Triner

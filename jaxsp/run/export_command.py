@@ -90,7 +90,7 @@ def _export_adapter(
         is_multimodal=model_dir is not None and multimodal.is_multimodal(model_dir),
         small_files=model_dir,
     )
-    _write_chat_template(config, pathlib.Path(args.out))
+    write_chat_template(config, pathlib.Path(args.out))
     lines = [f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)"]
     tokenizer = _check_tokenizer(args.out, lines)
     if meta.model.get("eos_token_id") is not None and not model.has_scores:
@@ -171,7 +171,7 @@ def _export_model(
         dtype=dtype,
         other_parts=parts,
     )
-    _write_chat_template(config, out)
+    write_chat_template(config, out)
     lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
     tokenizer = _check_tokenizer(out, lines)
     generation = folder.read_json(out / stop_tokens.GENERATION_CONFIG)
@@ -188,7 +188,7 @@ def _export_model(
     return lines
 
 
-def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
+def write_chat_template(config: Config, directory: pathlib.Path) -> None:
     """Writes the run's chat template, so that chats are rendered as in training."""
     template = config.data.chat_template
     if config.data.chat_template_kwargs and (directory / "tokenizer_config.json").is_file():

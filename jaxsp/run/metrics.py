@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import jax
 
@@ -81,8 +82,14 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, directory: pathlib.Path, *, from_step: int, trackers: Trackers | None = None
+        self,
+        directory: pathlib.Path,
+        *,
+        from_step: int,
+        trackers: Trackers | None = None,
+        on_line: Callable[[Line], None] | None = None,
     ):
+        self._on_line = on_line
         self._directory = directory
         self._files: dict[str, AppendFile] = {}
         self._trackers = trackers
@@ -120,6 +127,8 @@ class MetricsWriter:
         self._files[file_name].add(jsonl.to_line(line))
         if self._trackers is not None and file_name in TRACKED_FILES:
             self._trackers.log(line)
+        if self._on_line is not None and file_name in TRACKED_FILES:
+            self._on_line(line)
 
 
 def peak_gib(devices: list[jax.Device]) -> float | None:

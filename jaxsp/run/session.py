@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import rich.console
@@ -30,6 +30,7 @@ from jaxsp.run.step_log import StepLog
 from jaxsp.run.trackers.tracker import Outcome
 from jaxsp.run.tracking import Trackers
 from jaxsp.system.preemption import Preemption
+from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
 
@@ -252,6 +253,7 @@ def open_session(
     base_checksums: dict[str, str],
     banner_text: str,
     start_line: StartLine,
+    on_line: Callable[[Line], None] | None = None,
 ) -> Iterator[Session]:
     """Opens the files of a run, and evaluates its starting weights if that is due.
 
@@ -280,7 +282,9 @@ def open_session(
             ),
         )
         trackers = enter(Trackers(config, from_step=from_step, is_resume=run.is_resume))
-        metrics = enter(MetricsWriter(directory, from_step=from_step, trackers=trackers))
+        metrics = enter(
+            MetricsWriter(directory, from_step=from_step, trackers=trackers, on_line=on_line)
+        )
         writer = CheckpointWriter(
             directory / run_paths.CHECKPOINTS_DIR,
             table=spec.table,

@@ -1,8 +1,10 @@
 """Work of the command `jaxsp train`."""
 
 import argparse
+import dataclasses
 import os
 import pathlib
+from collections.abc import Callable
 
 import jax
 import rich.console
@@ -12,11 +14,15 @@ from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, data_preparation, jax_limits, preview, resume, stored_run, trainer
 from jaxsp.run.config_file import Config
+from jaxsp.run.run import Run
 from jaxsp.system import compilation_cache, distributed, hardware, run_lock
 from jaxsp.system.cluster import Process
 from jaxsp.system.preemption import Preemption
 from jaxsp.system.run_status import RunStatus
 from jaxsp.system.watchdog import Watchdog
+from jaxsp.training.loss import TokenLoss
+from jaxsp.training.metric_table import Line
+from jaxsp.training.train_state import TrainState
 
 
 def train(args: argparse.Namespace, config: Config, process: Process) -> None:
@@ -34,37 +40,69 @@ def train(args: argparse.Namespace, config: Config, process: Process) -> None:
         return
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
-    status = RunStatus()
-    preemption = Preemption(
-        status,
+    preemption = make_preemption(config)
+    with preemption.listen():
+        distributed.initialize(process)
+        train_config(config, console, preemption, config_path=args.config, verbose=args.verbose)
+        preemption.mark_done()
+        # Before the signal handlers are removed: a signal must not fail a run that is complete
+        distributed.shutdown()
+
+
+def make_preemption(config: Config) -> Preemption:
+    """Makes the handler of a run's requests to stop."""
+    return Preemption(
+        RunStatus(),
         shutdown_grace=config.run.shutdown_grace,
         stop_after=config.run.stop_after,
         describe_loss=lambda last: run_paths.describe_lost_steps(config.run.local_dir, last),
     )
-    with preemption.listen():
-        distributed.initialize(process)
-        folder = config.run.local_dir
-        with (
-            run_lock.lock(folder, config_path=args.config, name=config.run.directory),
-            stored_run.open_run(config.run.directory, folder),
-            Watchdog(
-                status,
-                step_timeout=config.run.step_timeout,
-                heartbeat_file=None if process.index else folder / run_lock.HEARTBEAT_FILE,
-                has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
-            ),
-        ):
-            damaged: list[pathlib.Path] = []
-            while True:
-                try:
-                    run = build.build_training(config, devices=jax.devices(), skip=damaged)
-                    trainer.train(run, console, preemption=preemption, verbose=args.verbose)
-                    break
-                except DamagedCheckpointError as damage:
-                    message = resume.skip_damaged(config.run, damage)
-                    damaged.append(damage.path)
-                if process.index == 0:
-                    distributed.log(message)
-        preemption.mark_done()
-        # Before the signal handlers are removed: a signal must not fail a run that is complete
-        distributed.shutdown()
+
+
+def train_config(
+    config: Config,
+    console: rich.console.Console,
+    preemption: Preemption,
+    *,
+    config_path: str = "",
+    verbose: bool = False,
+    loss: TokenLoss | None = None,
+    on_line: Callable[[Line], None] | None = None,
+) -> tuple[Run, TrainState | None]:
+    """Trains a config from its latest checkpoint to its last step, in its locked run directory.
+
+    A damaged checkpoint is set aside, and the run resumes from the one before it.
+
+    Args:
+        config_path: file of the config, for messages about the lock.
+        loss: a loss per token; None: cross entropy.
+        on_line: see `trainer.train`.
+    Returns: the run and its last state; None if it was complete.
+    Raises: see `trainer.train`.
+    """
+    folder = config.run.local_dir
+    process = distributed.this_process()
+    with (
+        run_lock.lock(folder, config_path=config_path, name=config.run.directory),
+        stored_run.open_run(config.run.directory, folder),
+        Watchdog(
+            preemption.status,
+            step_timeout=config.run.step_timeout,
+            heartbeat_file=None if process.index else folder / run_lock.HEARTBEAT_FILE,
+            has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
+        ),
+    ):
+        damaged: list[pathlib.Path] = []
+        while True:
+            try:
+                run = build.build_training(config, devices=jax.devices(), skip=damaged)
+                run = dataclasses.replace(run, spec=dataclasses.replace(run.spec, loss=loss))
+                state = trainer.train(
+                    run, console, preemption=preemption, verbose=verbose, on_line=on_line
+                )
+                return run, state
+            except DamagedCheckpointError as damage:
+                message = resume.skip_damaged(config.run, damage)
+                damaged.append(damage.path)
+            if process.index == 0:
+                distributed.log(message)

@@ -15,6 +15,7 @@ from jaxsp.run.session import Session, open_session
 from jaxsp.system.preemption import Preemption
 from jaxsp.system.run_status import Activity, RunStatus
 from jaxsp.training import train_state
+from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
 
 
@@ -24,7 +25,8 @@ def train(
     *,
     preemption: Preemption | None = None,
     verbose: bool = False,
-) -> None:
+    on_line: Callable[[Line], None] | None = None,
+) -> TrainState | None:
     """Trains from the starting point to the last step and writes the run directory.
 
     All processes train and save together; only process 0 writes the other files.
@@ -32,6 +34,8 @@ def train(
     Args:
         preemption: handles requests to stop early. The same command then resumes the run.
         verbose: print the whole banner.
+        on_line: called with each line of metrics.jsonl, eval.jsonl and tasks.jsonl.
+    Returns: the last state; None if the run was complete.
     Raises:
         UserError: the processes have different configs, data or checkpoints, or the step, a
             checkpoint or the run directory cannot be used.
@@ -44,7 +48,7 @@ def train(
     if message := preflight.describe_completion(run, early_stopping):
         preflight.finish_run(run)
         output.print_line(console, message)
-        return
+        return None
     entries = banner.describe_run(run)
     output.print_pairs(console, banner.select_pairs(entries, is_verbose=verbose))
     preflight.report_checks(run, console)
@@ -53,7 +57,7 @@ def train(
     prepare_references = functools.partial(_prepare_references, run, console, preemption)
     if run.start.checkpoint is not None:
         prepare_references(run.reference.make)
-    state, base_checksums = _make_state(run)
+    state, base_checksums = make_state(run)
     if run.start.checkpoint is None:
         prepare_references(lambda: state.master)
     with open_session(
@@ -65,12 +69,14 @@ def train(
         base_checksums=base_checksums,
         banner_text=output.format_pairs(banner.select_pairs(entries, is_verbose=True)),
         start_line=start_line,
+        on_line=on_line,
     ) as session:
         state = run_steps(session, step.function, state)
         session.save_last(state)
+    return state
 
 
-def _make_state(run: Run) -> tuple[TrainState, dict[str, str]]:
+def make_state(run: Run) -> tuple[TrainState, dict[str, str]]:
     """State of the first step, and checksums of the frozen weights."""
     spec = run.spec
     checkpoint = run.start.checkpoint

@@ -1,0 +1,104 @@
+"""Records in memory as a data source: they are written once to a file, which is then read."""
+
+import hashlib
+import json
+import pathlib
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxsp.core import paths
+from jaxsp.core.errors import UserError
+
+_FORMATS = {
+    "preference": {"chosen", "rejected"},
+    "unpaired": {"prompt", "completion", "label"},
+    "prompt_completion": {"prompt", "completion"},
+    "messages": {"messages"},
+    "tokens": {"input_ids"},
+    "text": {"text"},
+}
+"""Fields by which a format is found, in the order of trial."""
+
+
+def write_sources(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a config's data with files in place of records in memory.
+
+    A source may be `{"source": RECORDS}`, with records in memory instead of a path: a
+    `datasets.Dataset`, or an iterable of records of one format, texts, chats (lists of messages) or
+    lists of token ids. Its format is found from the fields of the first record unless it is set.
+    The other fields of a source have their usual meanings.
+
+    The files are in the folder of caches, and named after their content.
+
+    Raises: UserError for values that are not records.
+    """
+    fields = dict(data)
+    for group in ("train", "eval"):
+        sources = fields.get(group)
+        if not isinstance(sources, list | tuple):
+            continue
+        fields[group] = [
+            _write_source(
+                source, f"data.{group}.{number}", f"{group}-{number}" if number else group
+            )
+            if isinstance(source, Mapping) and not isinstance(source.get("source", ""), str)
+            else source
+            for number, source in enumerate(sources)
+        ]
+    return fields
+
+
+def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str, Any]:
+    """The fields of a source of records in memory. Args: name: if it has none."""
+    import datasets
+
+    given = source["source"]
+    if isinstance(given, Mapping) or not isinstance(given, datasets.Dataset | Iterable):
+        raise UserError(
+            f"{field}.source: must be a path, a list of records or a datasets.Dataset, not a "
+            f"{type(given).__name__}. Use [record, ...], or one split of a DatasetDict."
+        )
+    folder = paths.cache_dir() / "records"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        path = pathlib.Path(temporary, "records")
+        if isinstance(given, datasets.Dataset):
+            columns = set(given.column_names)
+            suffix = ".parquet"
+            given.to_parquet(path)
+        else:
+            suffix = ".jsonl"
+            columns = _write_lines(given, path, field)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        target = folder / f"{digest[:32]}{suffix}"
+        path.replace(target)
+    formats = [known for known, needed in _FORMATS.items() if columns >= needed]
+    defaults = {"name": name} | ({"format": formats[0]} if formats else {})
+    return defaults | dict(source) | {"source": str(target)}
+
+
+def _write_lines(records: Iterable[Any], path: pathlib.Path, field: str) -> set[str]:
+    """Writes records as JSON lines, and returns the fields of the first one."""
+    columns: set[str] = set()
+    with path.open("w", encoding="utf-8") as file:
+        for number, value in enumerate(records):
+            record = value
+            if isinstance(value, str):
+                record = {"text": value}
+            elif not isinstance(value, Mapping):
+                is_chat = (
+                    isinstance(value, list | tuple) and value and isinstance(value[0], Mapping)
+                )
+                record = {"messages" if is_chat else "input_ids": value}
+            columns = columns or {*record}
+            try:
+                line = json.dumps(record, ensure_ascii=False, default=lambda array: array.tolist())
+            except (AttributeError, TypeError, ValueError) as error:
+                raise UserError(
+                    f"{field}.source[{number}]: must be a record of JSON values: {error}. Use "
+                    "texts, numbers, lists and dictionaries."
+                ) from None
+            file.write(f"{line}\n")
+    return columns
