@@ -5,11 +5,10 @@ test_quickstart.py and test_train.py run the commands of README.md, test_api.py 
 
 import importlib.util
 import re
-import textwrap
 
 import pytest
 
-from jaxsp import api, plan
+from jaxsp import plan
 from jaxsp.config import yaml_io
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
@@ -92,12 +91,6 @@ def test_the_examples_of_sections_of_a_config_are_valid():
     assert len(config.optimizer.groups) == 2
     model = model_config.parse_model_config(config.model.config, field="model.config")
     assert param_groups.find_problems(config.optimizer, decoder.param_table(model)) == []
-
-
-def test_the_example_of_the_trainer_is_the_one_in_its_docstring():
-    (code,) = markdown.code_blocks(read("jaxsp/README.md"), "python")
-    example = api.__doc__.partition("Example:\n")[2]
-    assert code.strip() == textwrap.dedent(example).strip()
 
 
 def test_plan_commands_have_valid_arguments():
