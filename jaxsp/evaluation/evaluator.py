@@ -22,7 +22,7 @@ from jaxsp.evaluation.position_losses import PositionFields, PositionSums
 from jaxsp.evaluation.setting_fields import SettingFields
 from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
 from jaxsp.objectives import derivatives
-from jaxsp.objectives.objective import Sft
+from jaxsp.objectives.objective import PairObjective, Sft
 from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
@@ -102,7 +102,7 @@ class Evaluator:
         The losses of tokens are the same: a run with an objective for pairs trains a language
         model. Raises: UserError for a reward model, which predicts no tokens.
         """
-        if self.spec.objective is None:
+        if not self.spec.objective.has_pairs:
             return self
         if self.spec.model.has_scores:
             raise UserError(
@@ -137,7 +137,7 @@ class Evaluator:
         began = time.perf_counter()
         documents = DocumentSums(len(data.documents.lengths))
         positions = PositionSums(data.documents.lengths)
-        is_sft = self.spec.objective is None
+        is_sft = not self.spec.objective.has_pairs
         takers = [documents.add, positions.add] if is_sft else [documents.add]
         all_losses = None
         if is_sft and self._has_long_ppl:
@@ -213,7 +213,7 @@ class Evaluator:
 
 def _sum_pairs(spec: StepSpec, documents: Documents, sums: DocumentSums) -> Sums:
     """Sums over the pairs of a whole data set, of which an objective may need all."""
-    assert spec.objective is not None
+    assert isinstance(spec.objective, PairObjective)
     num_pairs = len(documents.lengths) // 2
     references_D = documents.references
     if references_D is None:

@@ -18,6 +18,12 @@ class Objective(ConfigSection):
 
     format: ClassVar[str | None] = None
     """Format of records that it needs; None for sft, which takes the others."""
+    has_pairs: ClassVar[bool] = False
+    """True if its losses are those of pairs of documents."""
+    needs_reference: ClassVar[bool] = False
+    """True if it compares with a reference model."""
+    needs_step: ClassVar[bool] = False
+    """True if the loss of a pair depends on other pairs of the step."""
 
 
 class Sft(Objective):
@@ -33,10 +39,7 @@ class PairObjective(Objective, abc.ABC):
     """
 
     format: ClassVar[str | None] = "preference"
-    needs_reference: ClassVar[bool] = False
-    """True if it compares with a reference model."""
-    needs_step: ClassVar[bool] = False
-    """True if the loss of a pair depends on other pairs of the step."""
+    has_pairs: ClassVar[bool] = True
 
     @abc.abstractmethod
     def losses(self, pairs: "PairSums") -> Any:

@@ -366,7 +366,6 @@ def _describe_step(
     )
     if estimate is None:
         return plan
-    has_reference = spec.objective is not None and spec.objective.needs_reference
     step_s = estimate.step_s
     forward_fraction = plan.model_flops / 3 / estimate.hardware_flops
     return dataclasses.replace(
@@ -376,7 +375,7 @@ def _describe_step(
         step_s_estimate=step_s,
         tokens_per_s_estimate=plan.rows_per_step * plan.row_tokens / step_s,
         mfu_estimate=plan.model_flops / step_s / cluster.gpu.ceilings.peak_tflops / 1e12,
-        reference_s_estimate=step_s * forward_fraction if has_reference else None,
+        reference_s_estimate=step_s * forward_fraction if spec.objective.needs_reference else None,
         seconds_estimate=estimate.seconds,
         time_bottleneck=roofline.find_bottleneck(estimate.seconds),
     )

@@ -35,7 +35,7 @@ _VERSION = 1
 
 def list_missing(spec: StepSpec, data_sets: Sequence[PackedDataset]) -> list[PackedDataset]:
     """Data sets whose log-probabilities by the reference model are needed and unknown."""
-    if spec.objective is None or not spec.objective.needs_reference:
+    if not spec.objective.needs_reference:
         return []
     return [data for data in data_sets if data.documents.references is None]
 
@@ -110,7 +110,7 @@ def keep(
         folder: see `FOLDER`.
         find_identity: returns the fingerprint of the reference model: see `choose_identity`.
     """
-    if spec.objective is None or not spec.objective.needs_reference or jax.process_index() > 0:
+    if not spec.objective.needs_reference or jax.process_index() > 0:
         return
     computed = [data for data in data_sets if not data.documents.has_given_references]
     if not computed:

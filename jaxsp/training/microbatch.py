@@ -35,7 +35,7 @@ def prepare_pairs(
 
     The sums are empty if each microbatch has its own.
     """
-    if spec.objective is None:
+    if not spec.objective.has_pairs:
         return None, {}
     pairs = pair_losses.find_step_pairs(spec, batch)
     batch = batch.without_pairs()

@@ -17,6 +17,7 @@ from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, Batch, Pairs
 from jaxsp.delta_rule import spans
 from jaxsp.objectives import derivatives
+from jaxsp.objectives.objective import PairObjective
 from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec
@@ -75,7 +76,7 @@ def differentiate(
     Args: logps_P2: log-probabilities, summed over the mesh.
     Returns: sums that are not 0 on one device only, so that a sum over the mesh counts them once.
     """
-    assert spec.objective is not None
+    assert isinstance(spec.objective, PairObjective)
     keep = lambda x_P2: jnp.where(is_real_P[:, None], x_P2, 0)
     sums = PairSums(
         logps_P2=keep(logps_P2),

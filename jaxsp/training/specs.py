@@ -22,7 +22,7 @@ from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.experts import kernels
 from jaxsp.model import layer_stack, tiling
 from jaxsp.model.remat import RematPolicy
-from jaxsp.objectives.objective import PairObjective
+from jaxsp.objectives.objective import Objective
 from jaxsp.sharding import host_offload
 from jaxsp.sharding.sharding import Gather
 from jaxsp.system import device_mesh
@@ -69,10 +69,9 @@ class StepSpec:
     """True if the data have pairs of documents that do not fit into one row."""
 
     @property
-    def objective(self) -> PairObjective | None:
-        """Objective of preference training; None for sft."""
-        objective = self.config.objective
-        return objective if isinstance(objective, PairObjective) else None
+    def objective(self) -> Objective:
+        """What the step minimizes."""
+        return self.config.objective
 
     @property
     def scores_pairs_first(self) -> bool:
@@ -82,7 +81,7 @@ class StepSpec:
         of its pairs depend on: the loader deals two rows of a pair to one microbatch only if
         microbatches have an even number of rows.
         """
-        if self.objective is None or self.num_microbatches == 1:
+        if not self.objective.has_pairs or self.num_microbatches == 1:
             return False
         is_pair_torn = self.has_split_pairs and self.global_microbatch_rows % 2 > 0
         return self.objective.needs_step or is_pair_torn

@@ -16,7 +16,7 @@ def describe_objective(spec: StepSpec, reference: str = "the model of step 0") -
     Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is the model of step 0`.
     """
     objective = spec.objective
-    if objective is None:
+    if not objective.has_pairs:
         return ""
     values = [f"{name} {value:g}" for name, value in objective if name != "type"]
     text = f"{objective.type}: {', '.join(values)}"

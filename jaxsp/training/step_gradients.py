@@ -188,7 +188,7 @@ def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
     Args: batch: that of the step.
     """
     experts = spec.model.experts
-    differentiated = "loss_sum" if spec.objective is None else microbatch.WEIGHTED_SUM
+    differentiated = microbatch.WEIGHTED_SUM if spec.objective.has_pairs else "loss_sum"
     if experts is None or not experts.has_losses:
         return operator.itemgetter(differentiated)
     counts = _sum_over_mesh({}, batch)

@@ -110,7 +110,7 @@ def _abstract_batch(spec: StepSpec) -> Batch:
         arrays["weights_BL"] = jax.ShapeDtypeStruct(
             labels.shape, jnp.float32, sharding=labels.sharding
         )
-    if spec.objective is not None:
+    if spec.objective.has_pairs:
         arrays["documents_BM"] = arrays["starts_BM"]
         num_pairs = max_pairs(
             rows_per_step=config.rows_per_step,
