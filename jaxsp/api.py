@@ -106,7 +106,7 @@ class Trainer:
                 f"mesh.virtual_cpu_devices = {whole_config.mesh.virtual_cpu_devices}: {error}. "
                 "Make the Trainer before anything uses JAX's devices."
             ) from None
-        if whole_config.run.compilation_cache not in (compilation_cache.AUTO, None):
+        if whole_config.run.compilation_cache not in ("auto", None):
             compilation_cache.enable(whole_config.run.compilation_cache)
         problems = ProblemCollector()
         self.model = build.prepare_model(
