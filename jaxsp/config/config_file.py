@@ -148,10 +148,11 @@ def apply_override(schema: Schema, fields: dict[str, Any], override: str) -> str
             break
         if isinstance(parent, dict) and parent.get(index) is None:
             parent[index] = {}
-        choice = schema.find_choice(path[: depth + 1])
-        if isinstance(parent[index], str) and choice is not None and choice.is_name:
-            named = {choice.selector: parent[index]}
-            parent[index] = [named] if path[depth + 1].isdigit() else named
+        if isinstance(parent[index], str):
+            choice = schema.find_choice(path[: depth + 1])
+            if choice is not None and choice.is_name:
+                named = {choice.selector: parent[index]}
+                parent[index] = [named] if path[depth + 1].isdigit() else named
         parent = parent[index]
     return None
 
