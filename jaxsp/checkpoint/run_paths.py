@@ -56,14 +56,21 @@ def find_latest(
     )
     if (is_numbered or has_items) and not _is_run_dir(directory):
         return directory if directory.is_dir() and directory not in exclude else None
-    return find_latest_in_run(directory, exclude=exclude) or _latest_in(directory, exclude)
+    return find_latest_in_run(directory, exclude=exclude) or find_latest_in_run(
+        directory, exclude=exclude, checkpoints=""
+    )
 
 
 def find_latest_in_run(
-    directory: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()
+    directory: str | pathlib.Path,
+    *,
+    exclude: Sequence[pathlib.Path] = (),
+    checkpoints: str = CHECKPOINTS_DIR,
 ) -> pathlib.Path | None:
     """Finds the latest checkpoint of a run directory, which may have any name."""
-    return _latest_in(pathlib.Path(directory).resolve() / CHECKPOINTS_DIR, exclude)
+    folder = pathlib.Path(directory).resolve() / checkpoints
+    steps = reversed(list_steps(folder))
+    return next((path for step in steps if (path := folder / str(step)) not in exclude), None)
 
 
 def describe_lost_steps(directory: pathlib.Path, last: int) -> str:
@@ -76,11 +83,6 @@ def describe_lost_steps(directory: pathlib.Path, last: int) -> str:
         return f"No checkpoint has been written yet: {lost} since the start {verb} lost."
     lost = f"{lost} since the checkpoint of step {checkpoint.name} {verb}"
     return f"{lost if num_lost else 'Nothing is'} lost; the same command resumes from there."
-
-
-def _latest_in(folder: pathlib.Path, exclude: Sequence[pathlib.Path]) -> pathlib.Path | None:
-    checkpoints = [folder / str(step) for step in reversed(list_steps(folder))]
-    return next((path for path in checkpoints if path not in exclude), None)
 
 
 def _is_run_dir(directory: pathlib.Path) -> bool:

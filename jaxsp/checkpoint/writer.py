@@ -279,7 +279,8 @@ class CheckpointWriter:
         is_running = write.future is not None and not write.future.done()
         if write.future is not None and not is_running:
             write.error = write.future.exception()
-        status = _RUNNING if is_running else _DONE if write.error is None else _FAILED
+        status = _DONE if write.error is None else _FAILED
+        status = _RUNNING if is_running else status
         uploads = self._uploads if write.is_uploading else None
         progress = read_bytes_written() // 2**20 if uploads is None else uploads.store.progress
         own = np.array([status, progress % 2**20], np.int32)
