@@ -123,7 +123,7 @@ class Trainer:
             distributed.initialize(process)
             atexit.register(distributed.shutdown)
         cache = self.config.run.compilation_cache
-        if self.config.data.train or cache not in (compilation_cache.AUTO, None):
+        if self.config.data.train or cache not in ("auto", None):
             compilation_cache.enable(cache, num_processes=process.num_processes)
         problems = ProblemCollector()
         trains = bool(self.config.data.train)

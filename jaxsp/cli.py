@@ -45,8 +45,10 @@ class _Help(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Prints the help and exits with 0."""
-        if values is None:
+        if values == self.const:
             parser.print_help()
+            if values == "fields":
+                print(f"\nfields of CONFIG.yaml:\n\n{config_file.SCHEMA.describe_fields()}")
         elif values in config_file.SCHEMA.sections:
             print(config_file.SCHEMA.describe_fields([values]))
         else:
@@ -71,9 +73,7 @@ def make_parser(
         is_multi_process: the command can run in several processes; see `cluster.read_arguments`.
     """
     epilog = None
-    if config_help == "fields":
-        epilog = f"fields of CONFIG.yaml:\n\n{config_file.SCHEMA.describe_fields()}"
-    elif config_help == "sections":
+    if config_help == "sections":
         sections = config_file.SCHEMA.sections.items()
         lines = [f"  {name}: {section.__doc__}" for name, section in sections]
         epilog = "\n".join(["sections of the config:", *lines])
@@ -90,6 +90,7 @@ def make_parser(
             "--help",
             action=_Help,
             nargs="?",
+            const=config_help,
             metavar="SECTION",
             help="prints this text, or the fields of a section, such as optimizer",
         )

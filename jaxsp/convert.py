@@ -201,7 +201,7 @@ def _apply(option: _Option, fields: dict[str, Any], origins: dict[str, _Option])
     changed = copy.deepcopy(fields)
     for word in option.words:
         key = word.partition("=")[0]
-        config_file.apply_override(changed, word, example_override=word)
+        config_file.apply_override(changed, word)
         if key == "run.steps":
             changed["run"].pop("epochs", None)
         if key in origins and changed != fields:

@@ -83,8 +83,7 @@ def compute_on_devices(arrays: Mapping[str, Array], unpadded: Mapping[str, Any])
     programs = compile_programs(arrays, unpadded)
     # One program at a time: with several in flight, CPU devices can wait for each other forever
     # (jax 0.10.1, 2 cores: 6 of 8 devices reach the all-reduce)
-    sums = {name: jax.device_get(programs[name](array)) for name, array in arrays.items()}
-    return {name: _format_hex(array_sums) for name, array_sums in sums.items()}
+    return {name: _format_hex(jax.device_get(programs[name](x))) for name, x in arrays.items()}
 
 
 def compile_programs(

@@ -87,10 +87,11 @@ class DamagedCheckpointError(UserError):
         self.path = path
         self.reason = reason
         suggestion = "Use another checkpoint."
-        if previous := run_paths.find_previous(path):
+        steps = run_paths.list_steps(path.parent) if path.name.isdecimal() else []
+        if earlier := [step for step in steps if step < int(path.name)]:
             suggestion = (
-                f"Use the previous one, {previous}. To resume training from that one, move the "
-                "damaged one away."
+                f"Use the previous one, {path.parent / str(earlier[-1])}. To resume training from "
+                "that one, move the damaged one away."
             )
         super().__init__(f"{path}: the checkpoint is damaged: {reason}. {suggestion}")
 
@@ -213,19 +214,21 @@ def _restore_items(
     mesh = jax.tree.leaves(items)[0].sharding.mesh
     is_broadcast = replicas.is_broadcast(mesh)
 
-    def to_args(x: Any) -> ocp.ArrayRestoreArgs:
-        place = replicas.on_first_replica(x.sharding) if is_broadcast else x.sharding
-        # Not strict, because the stored shapes differ: the amount of padding depends on the mesh
-        return ocp.ArrayRestoreArgs(
-            sharding=place, global_shape=x.shape, dtype=x.dtype, strict=False
-        )
-
     def read() -> dict[str, Any]:
+        restored: dict[str, Any] = {}
         if replicas.find_readers(mesh).isdisjoint(mesh.local_devices):
-            return {}
-        restored = {}
+            return restored
         for item, like in items.items():
-            to = jax.tree.map(to_args, like)
+            # Not strict, because the stored shapes differ: the padding depends on the mesh
+            to = jax.tree.map(
+                lambda x: ocp.ArrayRestoreArgs(
+                    sharding=replicas.on_first_replica(x.sharding) if is_broadcast else x.sharding,
+                    global_shape=x.shape,
+                    dtype=x.dtype,
+                    strict=False,
+                ),
+                like,
+            )
             args = ocp.args.PyTreeRestore(item=like, restore_args=to)
             restored[item] = _read_item(checkpoint, item, args)
         return restored

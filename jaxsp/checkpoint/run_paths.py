@@ -56,48 +56,38 @@ def find_latest(
     )
     if (is_numbered or has_items) and not _is_run_dir(directory):
         return directory if directory.is_dir() and directory not in exclude else None
-    return find_latest_in_run(directory, exclude=exclude) or _latest_in(directory, exclude)
+    return find_latest_in_run(directory, exclude=exclude) or find_latest_in_run(
+        directory, exclude=exclude, checkpoints=""
+    )
 
 
 def find_latest_in_run(
-    directory: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()
+    directory: str | pathlib.Path,
+    *,
+    exclude: Sequence[pathlib.Path] = (),
+    checkpoints: str = CHECKPOINTS_DIR,
 ) -> pathlib.Path | None:
     """Finds the latest checkpoint of a run directory, which may have any name."""
-    return _latest_in(pathlib.Path(directory).resolve() / CHECKPOINTS_DIR, exclude)
+    folder = pathlib.Path(directory).resolve() / checkpoints
+    steps = reversed(list_steps(folder))
+    return next((path for step in steps if (path := folder / str(step)) not in exclude), None)
 
 
 def describe_lost_steps(directory: pathlib.Path, last: int) -> str:
     """Describes the steps that are lost if a run ends after step `last` without a checkpoint."""
     checkpoint = find_latest_in_run(directory)
+    num_lost = last - (0 if checkpoint is None else int(checkpoint.name))
+    lost = "1 step" if num_lost == 1 else f"{num_lost} steps"
+    verb = "is" if num_lost == 1 else "are"
     if checkpoint is None:
-        return f"No checkpoint has been written yet: {_count(last, 'since the start')} lost."
-    num_lost = last - int(checkpoint.name)
-    lost = _count(num_lost, f"since the checkpoint of step {checkpoint.name}")
+        return f"No checkpoint has been written yet: {lost} since the start {verb} lost."
+    lost = f"{lost} since the checkpoint of step {checkpoint.name} {verb}"
     return f"{lost if num_lost else 'Nothing is'} lost; the same command resumes from there."
-
-
-def _count(count: int, where: str) -> str:
-    """Formats the subject of a sentence: `1 step since the start is`."""
-    return f"1 step {where} is" if count == 1 else f"{count} steps {where} are"
-
-
-def _latest_in(folder: pathlib.Path, exclude: Sequence[pathlib.Path]) -> pathlib.Path | None:
-    checkpoints = [folder / str(step) for step in reversed(list_steps(folder))]
-    return next((path for path in checkpoints if path not in exclude), None)
 
 
 def _is_run_dir(directory: pathlib.Path) -> bool:
     """True if a folder holds files that a run directory has, and a checkpoint never does."""
     return (directory / CHECKPOINTS_DIR).is_dir() or (directory / CONFIG_FILE).is_file()
-
-
-def find_previous(checkpoint: pathlib.Path) -> pathlib.Path | None:
-    """Finds the previous checkpoint of the same run."""
-    if not checkpoint.name.isdecimal():
-        return None
-    step = int(checkpoint.name)
-    earlier = [number for number in list_steps(checkpoint.parent) if number < step]
-    return checkpoint.parent / str(earlier[-1]) if earlier else None
 
 
 def find_run_dir(checkpoint: pathlib.Path) -> pathlib.Path | None:

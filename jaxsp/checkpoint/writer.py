@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
 import re
@@ -78,9 +77,8 @@ def start_writes(
             args = ocp.args.PyTreeSave(item)
             commits += asyncio.run(handler.async_save(epath.Path(folder / name), args=args)) or []
     except Exception as error:
-        failed: Future = Future()
-        failed.set_exception(error)
-        commits.append(failed)
+        commits.append(Future())
+        commits[-1].set_exception(error)
     return commits
 
 
@@ -153,8 +151,7 @@ class CheckpointWriter:
         self._before_write = before_write
         self._eval_set = eval_set
         self._uploads = uploads
-        self._num_bytes = 0
-        """Bytes of a checkpoint's arrays; known from the first `save`."""
+        self._num_bytes = 0  # of a checkpoint's arrays; known from the first `save`
         self._progress = 0
         """MiB that all processes have written, or progress of their uploads, at the last poll."""
         self._pending: _PendingWrite | None = None
@@ -213,13 +210,22 @@ class CheckpointWriter:
         assert meta.step not in self.steps, f"there is a checkpoint of step {meta.step} already"
         items = reader.list_items(state, self._table)
         self._num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
-        meta = dataclasses.replace(meta, arrays=self._checksum_arrays(items))
-        stages = self._write(items, meta, began)
+        unpadded = checksums.unpadded_shapes(self._trained, items)
+        arrays = checksums.name_leaves(items)
+        compile_began = time.monotonic()
+        with self._status.compiling("checksums"):  # which takes time before the first checkpoint
+            # in the thread, after what `compile_ahead` has started there
+            self._pool.submit(checksums.compile_programs, arrays, unpadded).result()
+        self.compile_s = time.monotonic() - compile_began
+        digests = checksums.compute_on_devices(arrays, unpadded)
+        described = {
+            name: {"digest": digests[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+            for name, leaf in unpadded.items()
+        }
+        stages = self._write(items, dataclasses.replace(meta, arrays=described), began)
         self._pending = _PendingWrite(step=meta.step, stages=stages)
-        has_host_arrays = any(
-            leaf.sharding.memory_kind == host_memory.MEMORY_KIND for leaf in jax.tree.leaves(items)
-        )
-        return self.poll(wait=has_host_arrays)
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(items)}
+        return self.poll(wait=host_memory.MEMORY_KIND in kinds)
 
     def record_eval(
         self, step: int, loss: float | None, *, early_stopping: EarlyStoppingState | None
@@ -274,21 +280,16 @@ class CheckpointWriter:
         if write.future is not None and not is_running:
             write.error = write.future.exception()
         status = _DONE if write.error is None else _FAILED
-        if is_running:
-            status = _RUNNING
+        status = _RUNNING if is_running else status
         uploads = self._uploads if write.is_uploading else None
         progress = read_bytes_written() // 2**20 if uploads is None else uploads.store.progress
         own = np.array([status, progress % 2**20], np.int32)
         statuses, all_progress = multihost_utils.process_allgather(own).T
-        progress = int(all_progress.sum())
-        if uploads is None:
-            # a progress bar writes less
-            has_progress = self._status.activity.is_writing and progress > self._progress + 1
-        else:
-            has_progress = progress != self._progress
-        if has_progress:
+        added = int(all_progress.sum()) - self._progress
+        self._progress += added
+        is_writing = self._status.activity.is_writing and added > 1  # a progress bar writes less
+        if (uploads is None and is_writing) or (uploads is not None and added != 0):
             self._status.heartbeat()
-        self._progress = progress
         return statuses
 
     def _write(
@@ -303,8 +304,7 @@ class CheckpointWriter:
         partial = self._partial_path(step)
         self._before_write()
         if self._is_writer:
-            if partial.exists():
-                shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             for name in (*items, run_paths.META):
                 (partial / name).mkdir(parents=True)
         yield None
@@ -318,13 +318,11 @@ class CheckpointWriter:
             self.write_s = time.monotonic() - began
 
         yield from self._submit(finish_writing, lambda: self._finalize(meta))
-        if self._uploads is not None:
+        if (uploads := self._uploads) is not None:
             assert self._pending is not None
             self._pending.is_uploading = True
             yield from self._submit(
-                self._uploads.claim,
-                functools.partial(self._uploads.upload_shards, step),
-                functools.partial(self._uploads.finish, step),
+                uploads.claim, lambda: uploads.upload_shards(step), lambda: uploads.finish(step)
             )
 
     def _submit(self, *functions: Callable[[], None]) -> Iterator[Future]:
@@ -332,11 +330,11 @@ class CheckpointWriter:
 
         A single process needs one stage for all of them, and no poll between two.
         """
-        if jax.process_count() > 1:
-            for function in functions:
-                yield self._pool.submit(function)
-        else:
+        if jax.process_count() == 1:
             yield self._pool.submit(lambda: [function() for function in functions])
+            return
+        for function in functions:
+            yield self._pool.submit(function)
 
     def _finalize(self, meta: CheckpointMeta) -> None:
         """Completes a checkpoint that all processes have written, and deletes superseded ones."""
@@ -344,9 +342,8 @@ class CheckpointWriter:
             return
         began = time.monotonic()
         partial = self._partial_path(meta.step)
-        for item in (run_paths.MASTER, run_paths.OPT):
-            if (partial / item).is_dir():
-                self._handler.finalize(epath.Path(partial / item))
+        for item in {run_paths.MASTER, run_paths.OPT} & {path.name for path in partial.iterdir()}:
+            self._handler.finalize(epath.Path(partial / item))
         reader.write_meta(partial, meta)
         partial.rename(self._directory / str(meta.step))
         # from here on the checkpoint is complete, whatever happens to older ones
@@ -388,17 +385,3 @@ class CheckpointWriter:
 
     def _partial_path(self, step: int) -> pathlib.Path:
         return self._directory / f"{step}{files.PARTIAL_SUFFIX}"
-
-    def _checksum_arrays(self, items: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        unpadded = checksums.unpadded_shapes(self._trained, items)
-        arrays = checksums.name_leaves(items)
-        began = time.monotonic()
-        with self._status.compiling("checksums"):  # which takes time before the first checkpoint
-            # in the thread, after what `compile_ahead` has started there
-            self._pool.submit(checksums.compile_programs, arrays, unpadded).result()
-        self.compile_s = time.monotonic() - began
-        digests = checksums.compute_on_devices(arrays, unpadded)
-        return {
-            name: {"digest": digests[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
-            for name, leaf in unpadded.items()
-        }

@@ -1,6 +1,5 @@
 """Help and error messages about config fields: meaning, rule, and a value that works."""
 
-import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -75,14 +74,14 @@ class Schema:
     def __init__(self, config: Section):
         self.config = config
         self.sections = {name: read_field(field) for name, field in config.model_fields.items()}
-
-    @functools.cache  # noqa: B019 - there are few schemas
-    def _adapter(self, name: str) -> pydantic.TypeAdapter[Any]:
-        return pydantic.TypeAdapter(self.config.model_fields[name].rebuild_annotation())
+        self._adapters: dict[str, pydantic.TypeAdapter[Any]] = {}
 
     def validate(self, name: str, value: Any) -> ConfigSection:
         """Makes a section from its fields. Raises: pydantic.ValidationError"""
-        return self._adapter(name).validate_python(value)
+        if name not in self._adapters:
+            annotation = self.config.model_fields[name].rebuild_annotation()
+            self._adapters[name] = pydantic.TypeAdapter(annotation)
+        return self._adapters[name].validate_python(value)
 
     def describe_fields(self, names: Iterable[str] | None = None) -> str:
         """Describes every field of sections with type, default and meaning, for --help."""
@@ -93,17 +92,22 @@ class Schema:
             lines += [f"{name}: {title}", *_describe_field(field, f"  {name}.", set())]
         return "\n".join(lines)
 
+    def find_sections(self, path: Sequence[str]) -> tuple[Section, ...]:
+        """The classes of the section at a path."""
+        path = [part for part in path if not part.isdigit()]
+        if not path:
+            return (self.config,)
+        fields = [field for _, field in self.find_fields(path)]
+        return tuple(kind for field in fields for kind in read_field(field).sections)
+
     def find_fields(self, path: Sequence[str]) -> list[tuple[Section, FieldInfo]]:
         """The classes that may declare the last field of a path, and what they declare."""
         if not path:
             return []
-        sections: tuple[Section, ...] = (self.config,)
-        for part in path[:-1]:
-            if not part.isdigit():
-                fields = [kind.model_fields[part] for kind in sections if part in kind.model_fields]
-                sections = tuple(kind for field in fields for kind in read_field(field).sections)
-        name = path[-1]
-        return [(kind, kind.model_fields[name]) for kind in sections if name in kind.model_fields]
+        kinds = self.find_sections(path[:-1])
+        return [
+            (kind, kind.model_fields[path[-1]]) for kind in kinds if path[-1] in kind.model_fields
+        ]
 
     def list_fields(self, name: str) -> list[FieldInfo]:
         """Fields of a section, of all classes that it may have."""
@@ -115,15 +119,6 @@ class Schema:
         path = [part for part in path if not part.isdigit()]
         choices = [read_field(field).choice for _, field in self.find_fields(path)]
         return next(filter(None, choices), None)
-
-    def find_sections(self, path: Sequence[str]) -> tuple[Section, ...]:
-        """The classes of the section at a path."""
-        if not path:
-            return (self.config,)
-        path = [part for part in path if not part.isdigit()]
-        return tuple(
-            kind for _, field in self.find_fields(path) for kind in read_field(field).sections
-        )
 
     def find_names(self, name: str) -> list[str]:
         """Dotted names of all fields of that name; for entries of a list, with the index 0.
@@ -138,14 +133,13 @@ class Schema:
                 continue
             if section_name in ("eval", "logging"):
                 continue
-            for kind in section.sections[:1]:
-                for field_name, field in kind.model_fields.items():
-                    inner = read_field(field)
-                    is_inner = inner.is_list or inner.choice is not None
-                    if is_inner and any(name in each.model_fields for each in inner.sections):
-                        index = ".0" if inner.is_list else ""
-                        found.append(f"{section_name}.{field_name}{index}.{name}")
-                        break  # data.eval has the fields of data.train
+            for field_name, field in section.sections[0].model_fields.items():
+                inner = read_field(field)
+                is_inner = inner.is_list or inner.choice is not None
+                if is_inner and any(name in each.model_fields for each in inner.sections):
+                    index = ".0" if inner.is_list else ""
+                    found.append(f"{section_name}.{field_name}{index}.{name}")
+                    break  # data.eval has the fields of data.train
         return found
 
     def explain_errors(self, findings: Iterable[Any]) -> Iterator[str]:
@@ -253,8 +247,25 @@ class Schema:
         is_section = isinstance(value, dict) and (known is None or known.field is not None)
         options = foreign_names.flatten(name, value) if is_section else [(name, value)]
         for option, inner_value in options:
-            answer = self._explain_unknown(option, inner_value)
-            if answer is None:
+            *option_path, last = option.split(".")
+            counterpart = self.find_counterpart(option)
+            names = self.find_names(foreign_names.normalize(last))
+            if not names:
+                kinds = self.find_sections(option_path)
+                fields = dict.fromkeys(each for kind in kinds for each in kind.model_fields)
+                near = errors.find_nearest(last, fields)
+                names = [".".join([*option_path, near])] if near is not None else []
+            if counterpart is not None and counterpart.field is None:
+                answer = f"{counterpart.note}."
+            elif counterpart is not None:
+                note = f" ({counterpart.note})" if counterpart.note else ""
+                # the value of a table would turn on what is off here
+                is_off = foreign_names.is_off(inner_value)
+                field = counterpart.field_name if is_off else counterpart.field
+                answer = f"unknown. Use {field}{note}."
+            elif names:
+                answer = f"unknown. Did you mean {errors.format_choices(names)}?"
+            else:
                 answer = "unknown."
                 section = ".".join(path[:-1])
                 if section not in listed_sections:
@@ -268,24 +279,6 @@ class Schema:
         if len(path) > 1 or not isinstance(value, dict):
             return None
         return errors.find_nearest(path[0], self.sections)
-
-    def _explain_unknown(self, name: str, value: Any) -> str | None:
-        """Returns the problem of a field that does not exist; None if there is no suggestion."""
-        counterpart = self.find_counterpart(name)
-        if counterpart is not None:
-            if counterpart.field is None:
-                return f"{counterpart.note}."
-            note = f" ({counterpart.note})" if counterpart.note else ""
-            # the value of a table would turn on what is off here
-            is_off = foreign_names.is_off(value)
-            field = counterpart.field_name if is_off else counterpart.field
-            return f"unknown. Use {field}{note}."
-        *section, last = name.split(".")
-        names = self.find_names(foreign_names.normalize(last))
-        known = {each: None for kind in self.find_sections(section) for each in kind.model_fields}
-        if not names and known and (near := errors.find_nearest(last, known)) is not None:
-            names = [".".join([*section, near])]
-        return f"unknown. Did you mean {errors.format_choices(names)}?" if names else None
 
     def find_counterpart(self, name: str) -> Counterpart | None:
         """Returns the counterpart in jaxsp of another system's option.
@@ -336,8 +329,8 @@ class Schema:
         for section in [own] if own in found else found[:1]:
             assert section is not None
             if description := _find_description(section, path[-1]):
-                first = re.split(r"(?<=\.)\s", description)[0]
-                return f" {first} For example {self.format_example('.'.join(path), value)}."
+                example = self.format_example(".".join(path), value)
+                return f" {_first_sentence(description)} For example {example}."
         sections = self.find_sections(path)
         if not sections:
             return ""
@@ -384,7 +377,13 @@ def _describe_field(field: FieldInfo, prefix: str, described: set[Section]) -> l
     lines = []
     for name in dict.fromkeys(name for kind in sections for name in kind.model_fields):
         if choice is not None and name == choice.selector:
-            lines += _describe_selector(choice, prefix)
+            names = choice.by_name()
+            default = "required" if choice.default is None else f"default {choice.default}"
+            meaning = _find_description(sections[0], name)
+            for each, kind in names.items():
+                meaning += f" {each}: {_first_sentence(' '.join((kind.__doc__ or '').split()))}"
+            lines.append(f"{prefix}{name}  ({' | '.join(names)}; {default})")
+            lines.append(f"      {' '.join(meaning.split())}")
             continue
         owners: dict[str, list[Section]] = {}
         for kind in sections:
@@ -393,8 +392,8 @@ def _describe_field(field: FieldInfo, prefix: str, described: set[Section]) -> l
         for text, kinds in owners.items():
             head, meaning = text.split("\n")
             if choice is not None and len(kinds) < len(sections):
-                names = [str(kind.model_fields[choice.selector].default) for kind in kinds]
-                meaning = f"Only for {', '.join(names)}. {meaning}"
+                owner_names = [str(kind.model_fields[choice.selector].default) for kind in kinds]
+                meaning = f"Only for {', '.join(owner_names)}. {meaning}"
             lines += [f"{prefix}{name}  {head}", f"      {meaning}"]
             inner = kinds[0].model_fields[name]
             nested = read_field(inner)
@@ -405,15 +404,8 @@ def _describe_field(field: FieldInfo, prefix: str, described: set[Section]) -> l
     return lines
 
 
-def _describe_selector(choice: Choice, prefix: str) -> list[str]:
-    """Describes the field that selects a class, with the first sentence about each."""
-    default = "required" if choice.default is None else f"default {choice.default}"
-    meaning = _find_description(choice.types[0], choice.selector)
-    for name, kind in choice.by_name().items():
-        about = re.split(r"(?<=\.)\s", " ".join((kind.__doc__ or "").split()))[0]
-        meaning += f" {name}: {about}"
-    head = f"{prefix}{choice.selector}  ({' | '.join(choice.by_name())}; {default})"
-    return [head, f"      {' '.join(meaning.split())}"]
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s", text)[0]
 
 
 def _find_description(section: Section, name: str) -> str:

@@ -76,9 +76,7 @@ def parse(
     fields = copy.deepcopy(fields)
     problems = []
     for word in changes:
-        key = word.partition("=")[0]
-        example = schema.suggest_override(key) or "mesh.seq=4"
-        if problem := apply_override(schema, fields, word, example_override=example):
+        if problem := apply_override(schema, fields, word):
             problems.append(problem)
     sections: dict[str, Any] = {}
     findings: list[Any] = [
@@ -111,25 +109,21 @@ def parse(
         needed = inspect.signature(rule).parameters
         if sections.keys() >= needed.keys():
             problems += rule(**{key: sections[key] for key in needed})
-    problems += _explain_problems(schema, fields, findings, name=name)
+    if findings:
+        problems += _explain_problems(schema, fields, findings, name=name)
     if problems:
         raise UserError(dict.fromkeys(problems), is_named=True)
     return schema.config.model_construct(_fields_set={*fields}, **sections)
 
 
-def apply_override(
-    schema: Schema, fields: dict[str, Any], override: str, *, example_override: str
-) -> str | None:
-    """Sets one `key.path=value` in nested fields, or returns the problem with it.
-
-    Args:
-        example_override: a valid one, for the error about text that is not key.path=value.
-    """
+def apply_override(schema: Schema, fields: dict[str, Any], override: str) -> str | None:
+    """Sets one `key.path=value` in nested fields, or returns the problem with it."""
     key, equals, text = override.partition("=")
     path = key.split(".")
     is_name = all(path) and len(path) <= yaml_io.MAX_DEPTH and key == errors.escape(key)
     if not equals or not is_name:
-        return f"{override}: must be key.path=value, for example {example_override}."
+        example = schema.suggest_override(key) or "mesh.seq=4"
+        return f"{override}: must be key.path=value, for example {example}."
     try:
         value = yaml_io.load(text)
     except yaml.YAMLError:
@@ -154,10 +148,11 @@ def apply_override(
             break
         if isinstance(parent, dict) and parent.get(index) is None:
             parent[index] = {}
-        choice = schema.find_choice(path[: depth + 1])
-        if isinstance(parent[index], str) and choice is not None and choice.is_name:
-            named = {choice.selector: parent[index]}
-            parent[index] = [named] if path[depth + 1].isdigit() else named
+        if isinstance(parent[index], str):
+            choice = schema.find_choice(path[: depth + 1])
+            if choice is not None and choice.is_name:
+                named = {choice.selector: parent[index]}
+                parent[index] = [named] if path[depth + 1].isdigit() else named
         parent = parent[index]
     return None
 

@@ -60,12 +60,10 @@ def _takes_null(field: FieldInfo) -> bool:
 def _has_nul(value: Any) -> bool:
     """True if a text in a value contains NUL, which file names cannot contain."""
     if isinstance(value, dict):
-        return any(map(_has_nul, (*value, *value.values())))
-    return (
-        "\0" in value
-        if isinstance(value, str)
-        else (isinstance(value, list | tuple) and any(map(_has_nul, value)))
-    )
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return any(map(_has_nul, value))
+    return isinstance(value, str) and "\0" in value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

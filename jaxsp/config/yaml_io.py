@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -17,10 +17,8 @@ _MAX_VALUES = 100_000
 MAX_DEPTH = 50
 """Maximum number of lists and mappings inside each other; far below Python's recursion limit."""
 
-_MAX_INT_BITS = 1024
-"""Maximum size of an integer, that of the largest float; Python refuses to print 4,301 digits."""
-
-_TOO_DEEP = "it is nested too deeply"
+_MAX_DIGITS = 308
+"""Maximum length of an integer, that of the largest float; Python refuses to print 4,301 digits."""
 
 _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
@@ -30,26 +28,9 @@ class _Loader(yaml.SafeLoader):
     """Loader without PyYAML's surprises.
 
     YAML 1.1, as in PyYAML, reads 3e-4 as text, 010 as 8 and 12:30 as 750. Here, 3e-4 is a number
-    and the others are text. A key that occurs twice in a mapping is an error; PyYAML takes the
-    last.
+    and the others are text.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise _error(f"{key.value} occurs twice", key)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        value = super().construct_yaml_int(node)
-        if value.bit_length() > _MAX_INT_BITS:
-            raise _error("the number is too large", node)
-        return value
-
-
-_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
@@ -84,58 +65,62 @@ _Dumper.add_representer(
 
 def load(text: str) -> Any:
     """Returns the value of a text. Raises: yaml.YAMLError if it is not YAML, or too large."""
+    loader = None
     try:
         loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            _count_values(node, {}, depth=0)
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_values(node, {}, depth=0)
+        return loader.construct_document(node)
     except yaml.YAMLError:
         raise
-    except RecursionError:
-        raise yaml.YAMLError(_TOO_DEEP) from None
     # PyYAML's constructors let many errors through: of dates (2026-13-01), of `!!bool x`, ...
     except Exception as error:
-        raise yaml.YAMLError(errors.first_line(error)) from None
+        is_deep = isinstance(error, RecursionError)
+        reason = "it is nested too deeply" if is_deep else errors.first_line(error)
+        raise yaml.YAMLError(reason) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int | None], *, depth: int) -> int:
-    """Counts the values in a node, itself included.
+    """Counts the values in a node, itself included, and checks them.
 
-    Args:
-        counts: results by node id; None for a node that is being counted.
+    A key that occurs twice in a mapping is an error; PyYAML takes the last.
 
-    Raises:
-        yaml.YAMLError: too many values, too many inside each other, or a node inside itself.
+    Args: counts: results by node id; None for a node that is being counted.
+    Raises: yaml.YAMLError: too many values, too many inside each other, a node inside itself, a key
+        twice or a number too large.
     """
+
+    def fail(problem: str, at: yaml.Node = node) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
+
     if depth > MAX_DEPTH:
-        raise _error(_TOO_DEEP, node)
+        fail("it is nested too deeply")
     if id(node) in counts:
         known_count = counts[id(node)]
         if known_count is None:
-            raise _error("an alias is inside the value that it stands for", node)
+            fail("an alias is inside the value that it stands for")
         return known_count
     counts[id(node)] = None
-    count = 1
+    inner = node.value if isinstance(node, yaml.SequenceNode) else []
     if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            count += _count_values(key, counts, depth=depth + 1)
-            count += _count_values(value, counts, depth=depth + 1)
-    elif isinstance(node, yaml.SequenceNode):
-        for entry in node.value:
-            count += _count_values(entry, counts, depth=depth + 1)
+        inner = [each for pair in node.value for each in pair]
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                fail(f"{key.value} occurs twice", key)
+            seen.add(str(key.value))
+    if node.tag == _INT and len(node.value) > _MAX_DIGITS:
+        fail("the number is too large")
+    count = 1 + sum(_count_values(each, counts, depth=depth + 1) for each in inner)
     if count > _MAX_VALUES:
-        raise _error(f"its aliases stand for more than {_MAX_VALUES:,} values", node)
+        fail(f"its aliases stand for more than {_MAX_VALUES:,} values")
     counts[id(node)] = count
     return count
-
-
-def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def dump(value: Any) -> str:

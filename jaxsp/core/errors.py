@@ -28,11 +28,6 @@ def escape(text: str, *, keep: str = "") -> str:
     )
 
 
-def _shorten(line: str) -> str:
-    """Cuts the middle out of a line that contains a large value; its end has the suggestion."""
-    return line if len(line) <= 10_000 else f"{line[:5000]} ... {line[-5000:]}"
-
-
 class UserError(ValueError):
     """One or more problems with the user's input. Commands print one line each and exit with 2.
 
@@ -54,7 +49,11 @@ class UserError(ValueError):
 
     @problems.setter
     def problems(self, lines: Iterable[str]) -> None:
-        self._problems = [_shorten(escape(line)) for line in lines]
+        # the middle of a line with a large value is cut out: its end has the suggestion
+        self._problems = [
+            line if len(line) <= 10_000 else f"{line[:5000]} ... {line[-5000:]}"
+            for line in map(escape, lines)
+        ]
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
@@ -102,16 +101,13 @@ def find_nearest(word: str, known: Iterable[str]) -> str | None:
     None if there is no such word, or if two are equally near: a wrong suggestion is worse than
     none.
     """
-    letters = _letters(word)
-    limit = 1 if len(letters) < 6 else 2
-    typos = {candidate: _count_typos(letters, _letters(candidate), limit) for candidate in known}
+    known = [*known]
+    letters = {each: re.sub("[_-]", "", each).lower() for each in (word, *known)}
+    limit = 1 if len(letters[word]) < 6 else 2
+    typos = {each: _count_typos(letters[word], letters[each], limit) for each in known}
     fewest = min(typos.values(), default=limit + 1)
-    nearest = [candidate for candidate, count in typos.items() if count == fewest]
+    nearest = [each for each, count in typos.items() if count == fewest]
     return nearest[0] if fewest <= limit and len(nearest) == 1 else None
-
-
-def _letters(word: str) -> str:
-    return word.lower().replace("_", "").replace("-", "")
 
 
 def _count_typos(a: str, b: str, limit: int) -> int:

@@ -16,6 +16,7 @@ _MODEL_FILES += ["additional_chat_templates", "additional_chat_templates/*"]
 """Patterns of the files that are read from a folder of a model, a tokenizer or an adapter."""
 
 PARTIAL_SUFFIX = ".partial"
+_CHECKSUM_SUFFIX = ".crc32"
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno values of a full disk, an exceeded quota, or a file as large as allowed."""
@@ -101,13 +102,14 @@ def write_checksum(path: pathlib.Path, *, content: pathlib.Path | None = None) -
 
     Args: content: file that gets the name `path` afterwards; default: `path`.
     """
-    write_atomic(_checksum_file(path), _compute_checksum(content or path))
+    write_atomic(path.with_name(path.name + _CHECKSUM_SUFFIX), _compute_checksum(content or path))
 
 
 def is_intact(path: pathlib.Path) -> bool:
     """True if a file has the checksum beside it. Reads the whole file, 2 GB per second."""
     try:
-        return _checksum_file(path).read_bytes() == _compute_checksum(path)
+        checksum = path.with_name(path.name + _CHECKSUM_SUFFIX).read_bytes()
+        return checksum == _compute_checksum(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
 
@@ -115,11 +117,7 @@ def is_intact(path: pathlib.Path) -> bool:
 def remove_with_checksum(path: pathlib.Path) -> None:
     """Removes a file and its checksum, if they exist. Raises: OSError."""
     path.unlink(missing_ok=True)
-    _checksum_file(path).unlink(missing_ok=True)
-
-
-def _checksum_file(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f"{path.name}.crc32")
+    path.with_name(path.name + _CHECKSUM_SUFFIX).unlink(missing_ok=True)
 
 
 def _compute_checksum(path: pathlib.Path) -> bytes:

@@ -99,6 +99,6 @@ def parse(
     )
 
 
-def apply_override(fields: dict[str, Any], override: str, *, example_override: str) -> str | None:
+def apply_override(fields: dict[str, Any], override: str) -> str | None:
     """Sets a field: see `config.config_file.apply_override`."""
-    return config_file.apply_override(SCHEMA, fields, override, example_override=example_override)
+    return config_file.apply_override(SCHEMA, fields, override)

@@ -14,7 +14,7 @@ from jaxsp.hf import model_config, peft
 from jaxsp.memory import auto_choices, available_memory, memory_formula
 from jaxsp.memory.available_memory import GroupLayout
 from jaxsp.run.config_file import Config
-from jaxsp.system import cluster, device_mesh, distributed, hardware, jax_platform, memory_limits
+from jaxsp.system import cluster, device_mesh, hardware, jax_platform
 from jaxsp.system.cluster import Process
 from jaxsp.training.step_config import StepConfig
 
@@ -49,13 +49,6 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
         max_pool_bytes=pool_bytes,
         outside_bytes=outside_bytes,
     )
-    if num_gpus and process.index == 0:
-        warnings = (
-            cluster.find_count_warning(process),
-            memory_limits.find_fraction_warning(os.environ, outside_bytes),
-        )
-        for warning in filter(None, warnings):
-            distributed.log(warning)
 
 
 def estimate_pool_bytes(

@@ -50,8 +50,9 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         path.name not in run_lock.BOOKKEEPING_FILES for path in directory.iterdir()
     )
     first_resume = None  # the checkpoint of another run that this one started from
-    with contextlib.suppress(UserError):  # there is no file, or another version wrote it
-        saved_resume = config_file.load(directory / run_paths.CONFIG_FILE, []).run.resume
+    saved = directory / run_paths.CONFIG_FILE
+    with contextlib.suppress(UserError):  # another version wrote it
+        saved_resume = config_file.load(saved, []).run.resume if saved.exists() else "auto"
         if saved_resume not in ("auto", "never"):
             first_resume = saved_resume
     # the same command again resumes the run, also one that started from another run's checkpoint

@@ -16,22 +16,22 @@ from jaxsp.core.errors import UserError
 from jaxsp.system import hardware
 
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
-_TORCHRUN = (*_MASTER, "WORLD_SIZE", "RANK")
-_TORCHRUN_LOCAL = (
-    ("local_index", "LOCAL_RANK", 0),
-    ("num_local_processes", "LOCAL_WORLD_SIZE", 1),
-)
-"""Optional variables of torchrun, by field of `Process`, with their minimum."""
-_OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-_OPEN_MPI_LOCAL = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-_SLURM_OTHERS = ("SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-_ARGUMENTS = "--coordinator HOST:PORT --num-processes N --process-id I"
-_SUGGESTION = f"Or pass {_ARGUMENTS}."
 
-MAX_ONE_GPU_PROCESSES = 64
-"""Number of GPUs up to which each has a process of its own. With more, one process uses all GPUs of
-a node: process 0 has an eighth of the others to answer, and storage an eighth of the imports."""
+_TORCHRUN = "WORLD_SIZE"
+_OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
+_SLURM = "SLURM_STEP_NUM_TASKS"
+"""Only srun sets it; a batch script has SLURM_NTASKS too."""
+
+_NEEDED = {
+    _TORCHRUN: (*_MASTER, "RANK"),
+    _OPEN_MPI: (
+        *("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        "OMPI_COMM_WORLD_RANK",
+    ),
+    _SLURM: ("SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_PROCID"),
+}
+"""Other variables that a launcher sets, the index of the process last, by the variable of the
+number of processes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,7 @@ def detect_process(
 ) -> Process:
     """Finds this process's place in its job.
 
-    Arguments take precedence over the variables of torchrun, Open MPI and SLURM. Only srun sets
-    SLURM_STEP_NUM_TASKS.
+    Arguments take precedence over the variables of torchrun, Open MPI and SLURM, in this order.
 
     Raises: UserError for invalid and for missing values.
     """
@@ -78,25 +77,89 @@ def detect_process(
     }
     arguments = {name: str(value) for name, value in values.items() if value is not None}
     if arguments:
-        _require_all(arguments, values, "Pass all three.")
+        _require(arguments, values, "Pass all three.")
         process = _parse_place(arguments, "--num-processes", "--process-id")
         address = _check_address("--coordinator", arguments["--coordinator"])
         return dataclasses.replace(process, coordinator=address)
     variables = {name: value for name, value in environ.items() if value}
-    if "RANK" in variables or "WORLD_SIZE" in variables:
-        return _detect_torchrun(variables)
-    if "OMPI_COMM_WORLD_SIZE" in variables:
-        return _detect_open_mpi(variables)
-    if "SLURM_STEP_NUM_TASKS" in variables:
-        return _detect_slurm(variables)
+    if "RANK" in variables or _TORCHRUN in variables:
+        launcher = _TORCHRUN
+    elif _OPEN_MPI in variables:
+        launcher = _OPEN_MPI
+    elif _SLURM in variables:
+        launcher = _SLURM
+    elif variables.keys().isdisjoint(_MASTER):
+        return Process()
+    else:
+        launcher = _TORCHRUN
+    if variables.get(launcher) == "1":
+        return Process()
+    arguments_help = "--coordinator HOST:PORT --num-processes N --process-id I"
+    suggestion = f"Set them all, or none. Or pass {arguments_help}."
+    _require(variables, (launcher, *_NEEDED[launcher]), suggestion)
+    process = _parse_place(variables, launcher, _NEEDED[launcher][-1])
+    local_index, num_local = _find_local_place(variables, launcher)
+    return dataclasses.replace(
+        process,
+        coordinator=_find_coordinator(variables, launcher),
+        local_index=local_index,
+        num_local_processes=num_local,
+    )
+
+
+def _find_coordinator(variables: Mapping[str, str], launcher: str) -> str:
+    """Address of process 0. Args: launcher: variable of the number of processes."""
     if not variables.keys().isdisjoint(_MASTER):
-        _require_all(variables, _TORCHRUN, f"Set all four, or none. {_SUGGESTION}")
-    if "PMI_SIZE" in variables and _parse_int(variables, "PMI_SIZE", minimum=1) > 1:
-        raise UserError(
-            f"PMI_SIZE = {variables['PMI_SIZE']}: mpirun must be that of Open MPI. "
-            f"Use srun or torchrun, or pass {_ARGUMENTS}."
+        example = "Set both, for example MASTER_ADDR=node-0 MASTER_PORT=29500."
+        _require(variables, _MASTER, example)
+        host = variables["MASTER_ADDR"]
+        port: str | int = variables["MASTER_PORT"]
+        _check_address(":".join(_MASTER), f"{host}:{port}")
+        if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            port = _choose_port(int(port) + 1)  # torchrun itself listens at that port
+    elif launcher == _SLURM:
+        # node[001-004,7],other or rack[0-1]n[0-3]: the first name of the first entry
+        first = re.match(r"(?:[^,[]|\[[^]]*\])+", variables["SLURM_STEP_NODELIST"])
+        host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0] if first else "")
+        step = _parse_int({"SLURM_STEP_ID": "0", **variables}, "SLURM_STEP_ID")
+        port = _choose_port(_parse_int(variables, "SLURM_JOB_ID") + 7 * step)
+    else:
+        # up to Open MPI 4
+        uri = re.match(
+            r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^],]+))",
+            variables.get("OMPI_MCA_orte_hnp_uri", ""),
         )
-    return Process()
+        if uri is None:
+            raise UserError(
+                f"{launcher} = {variables[launcher]}: the address of process 0 is missing, since "
+                "this mpirun does not publish one. Set it for all processes: "
+                "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 jaxsp train ..."
+            )
+        host = uri[2] or uri[3]
+        port = _choose_port(int(uri[1]) // 4096)  # job ids of mpirun are multiples of 4096
+    is_ipv6 = ":" in host and not host.startswith("[")
+    return f"[{host}]:{port}" if is_ipv6 else f"{host}:{port}"
+
+
+def _find_local_place(variables: Mapping[str, str], launcher: str) -> tuple[int | None, int | None]:
+    """Index of this process on its node, and number of processes there; None for unknown ones."""
+    if launcher != _SLURM:
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's, which other launchers lack
+        if launcher == _OPEN_MPI:
+            names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        index, count = (
+            _parse_int(variables, name, minimum) if name in variables else None
+            for minimum, name in enumerate(names)
+        )
+        return index, count
+    tasks_per_node: list[int] = []  # from a list such as 4(x2),1
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for tasks, num_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks_per_node += [int(tasks)] * int(num_nodes or 1)
+    node = _parse_int({"SLURM_NODEID": "0", **variables}, "SLURM_NODEID")
+    has_own_gpus = "SLURM_GPUS_PER_TASK" in variables  # each task sees only its own
+    index = None if has_own_gpus else _parse_int(variables, "SLURM_LOCALID")
+    return index, tasks_per_node[node] if node < len(tasks_per_node) else None
 
 
 def count_local_processes(
@@ -111,17 +174,6 @@ def count_local_processes(
     if process.num_local_processes is not None:
         return process.num_local_processes
     return max(1, hardware.count_gpus(environ) // devices_per_process)
-
-
-def find_count_warning(process: Process) -> str | None:
-    """Describes how to start fewer processes, if a large job has several per node."""
-    if process.num_local_processes in (None, 1) or process.num_processes <= MAX_ONE_GPU_PROCESSES:
-        return None
-    return (
-        f"{process.num_processes} processes start slowly: with more than {MAX_ONE_GPU_PROCESSES} "
-        "GPUs, start one process per node, which uses all GPUs there: srun --ntasks-per-node=1, "
-        "torchrun --nproc-per-node=1 or mpirun --map-by ppr:1:node."
-    )
 
 
 def choose_local_gpus(process: Process, num_gpus: int) -> list[int] | None:
@@ -146,85 +198,7 @@ def choose_local_gpus(process: Process, num_gpus: int) -> list[int] | None:
     return [index]
 
 
-def _detect_torchrun(variables: Mapping[str, str]) -> Process:
-    _require_all(variables, ("WORLD_SIZE", "RANK"), f"Set both, or none. {_SUGGESTION}")
-    process = _parse_place(variables, "WORLD_SIZE", "RANK")
-    if process.num_processes == 1:
-        return process
-    _require_all(variables, _TORCHRUN, f"Set all four, or none. {_SUGGESTION}")
-    coordinator = _parse_master(variables)
-    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun itself listens at that port
-        host, _, port = coordinator.rpartition(":")
-        coordinator = f"{host}:{_choose_port(int(port) + 1)}"
-    local = {
-        field: _parse_int(variables, name, minimum)
-        for field, name, minimum in _TORCHRUN_LOCAL
-        if name in variables
-    }
-    return dataclasses.replace(process, coordinator=coordinator, **local)
-
-
-def _detect_open_mpi(variables: Mapping[str, str]) -> Process:
-    """Place in a job of mpirun, which gives its address up to Open MPI 4 only."""
-    _require_all(variables, (*_OPEN_MPI, *_OPEN_MPI_LOCAL), f"mpirun sets them all. {_SUGGESTION}")
-    process = _parse_place(variables, *_OPEN_MPI)
-    if process.num_processes == 1:
-        return process
-    local = _parse_place(variables, *_OPEN_MPI_LOCAL)
-    uri = re.match(
-        r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^],]+))",
-        variables.get("OMPI_MCA_orte_hnp_uri", ""),
-    )
-    if not variables.keys().isdisjoint(_MASTER):
-        coordinator = _parse_master(variables)
-    elif uri:
-        # Job ids of mpirun are multiples of 4096
-        coordinator = _format_address(uri[2] or uri[3], _choose_port(int(uri[1]) // 4096))
-    else:
-        raise UserError(
-            f"OMPI_COMM_WORLD_SIZE = {process.num_processes}: the address of process 0 is missing, "
-            "since this mpirun does not publish one. Set it for all processes: "
-            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 jaxsp train ..."
-        )
-    return dataclasses.replace(
-        process,
-        coordinator=coordinator,
-        local_index=local.index,
-        num_local_processes=local.num_processes,
-    )
-
-
-def _detect_slurm(variables: Mapping[str, str]) -> Process:
-    """Place in a job step of srun."""
-    if _parse_int(variables, "SLURM_STEP_NUM_TASKS", 1) == 1:
-        return Process()
-    _require_all(variables, (*_SLURM, *_SLURM_OTHERS), f"srun sets them all. {_SUGGESTION}")
-    process = _parse_place(variables, *_SLURM)
-    variables = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", **variables}
-    if not variables.keys().isdisjoint(_MASTER):
-        coordinator = _parse_master(variables)
-    else:
-        # node[001-004,7],other or rack[0-1]n[0-3]: the first name of the first entry
-        first = re.match(r"(?:[^,[]|\[[^]]*\])+", variables["SLURM_STEP_NODELIST"])
-        host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0] if first else "")
-        number = _parse_int(variables, "SLURM_JOB_ID") + 7 * _parse_int(variables, "SLURM_STEP_ID")
-        coordinator = _format_address(host, _choose_port(number))
-    tasks_per_node: list[int] = []  # from a list such as 4(x2),1
-    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for tasks, num_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks_per_node += [int(tasks)] * int(num_nodes or 1)
-    node = _parse_int(variables, "SLURM_NODEID")
-    has_own_gpus = "SLURM_GPUS_PER_TASK" in variables  # each task sees only its own
-    return dataclasses.replace(
-        process,
-        coordinator=coordinator,
-        local_index=None if has_own_gpus else _parse_int(variables, "SLURM_LOCALID"),
-        num_local_processes=tasks_per_node[node] if node < len(tasks_per_node) else None,
-    )
-
-
-def _require_all(variables: Mapping[str, str], names: Iterable[str], suggestion: str) -> None:
+def _require(variables: Mapping[str, str], names: Iterable[str], suggestion: str) -> None:
     """Raises: UserError if some of the names are not set."""
     missing = [name for name in names if name not in variables]
     if missing:
@@ -253,18 +227,6 @@ def _parse_int(variables: Mapping[str, str], name: str, minimum: int = 0) -> int
             f"for example {name}={minimum + 1}."
         )
     return int(text)
-
-
-def _parse_master(variables: Mapping[str, str]) -> str:
-    suggestion = "Set both, for example MASTER_ADDR=node-0 MASTER_PORT=29500."
-    _require_all(variables, _MASTER, suggestion)
-    address = _format_address(variables["MASTER_ADDR"], variables["MASTER_PORT"])
-    return _check_address("MASTER_ADDR:MASTER_PORT", address)
-
-
-def _format_address(host: str, port: object) -> str:
-    is_ipv6 = ":" in host and not host.startswith("[")
-    return f"[{host}]:{port}" if is_ipv6 else f"{host}:{port}"
 
 
 def _check_address(name: str, text: str) -> str:

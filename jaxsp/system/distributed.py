@@ -24,12 +24,6 @@ from jaxsp.system.cluster import Process
 JOIN_TIMEOUT_S = 300
 """Time limit for all processes of a job to join: nodes pull their images minutes apart."""
 
-HEARTBEAT_TIMEOUT_S = 100
-"""Time without a heartbeat after which JAX takes a process for dead and ends the others.
-
-JAX's default. Pinning host memory has delayed heartbeats for longer than 20 s (jax issue 23599).
-"""
-
 SHUTDOWN_TIMEOUT_S = 1200
 """Time that a finished process waits for the others, which may still be writing."""
 
@@ -43,20 +37,15 @@ They take 6 % of a core (2 cores, scripts/bench/LOG.md, 2026-11-26).
 """
 
 OWN_ERROR_GRACE_S = 1.0
-"""Time that a process has, after another has failed, to print its own message for the same error.
-"""
+"""Time that a process has to print its own message for an error that ends another too."""
 
 EXIT_GRACE_S = 3.0
 """Time that process 0 waits for the others to end, since JAX ends them when it is gone, in addition
 to the time between two reads. Twice what they need."""
 
-_ERASE_LINE = "\r\x1b[2K"
-_SHOW_CURSOR = "\x1b[?25h"
-
-_EVENTS = "event"
-_FAILED_KEY = f"{_EVENTS}/failed"
-_EXITED_KEY = f"{_EVENTS}/exited"
-STOP_KEY = f"{_EVENTS}/stop"
+_FAILED_KEY = "event/failed"
+_EXITED_KEY = "event/exited"
+STOP_KEY = "event/stop"
 """Key of requests to stop. `last_read` has them without a request to process 0."""
 
 _this_process = Process()
@@ -103,7 +92,6 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
             cluster_detection_method="deactivate",  # see cluster.py
             coordinator_bind_address=process.coordinator if is_one_node else None,
             initialization_timeout=int(timeout_s),
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         )
     except jax.errors.JaxRuntimeError as error:
@@ -144,18 +132,9 @@ def publish(key: str, value: str) -> None:
             _kv_client.key_value_set(f"jaxsp/{key}/{_this_process.index}", value)
 
 
-def read_published(key: str) -> dict[int, str]:
-    """Values that processes have published for a key, by process index, also of ended ones."""
-    return _read_folder(key).get(key, {})
-
-
-def last_read(key: str) -> dict[int, str]:
-    """Values of an event's key by process index, read at most `poll_interval_s` ago."""
-    return _events.get(key, {})
-
-
-def _read_folder(folder: str) -> dict[str, dict[int, str]]:
-    """Values by key and process index of all keys in a folder, in one request."""
+def read_folder(folder: str) -> dict[str, dict[int, str]]:
+    """Values by key and process index of all keys in a folder, in one request; also those that
+    ended processes have published."""
     with _kv_lock:
         items = [] if _kv_client is None else _kv_client.key_value_dir_get(f"jaxsp/{folder}/")
     values: dict[str, dict[int, str]] = {}
@@ -163,6 +142,11 @@ def _read_folder(folder: str) -> dict[str, dict[int, str]]:
         key, _, index = name.removeprefix("jaxsp/").rpartition("/")
         values.setdefault(key, {})[int(index)] = value
     return values
+
+
+def last_read(key: str) -> dict[int, str]:
+    """Values of an event's key by process index, read at most `poll_interval_s` ago."""
+    return _events.get(key, {})
 
 
 def poll_interval_s(shortest_s: float = POLL_INTERVAL_S) -> float:
@@ -187,7 +171,7 @@ def log(text: str) -> None:
         text = textwrap.indent(text, line_prefix(_this_process.index), lambda _: True)
     with contextlib.suppress(OSError):  # such as a terminal that is closed
         # On a terminal, replaces the progress bar and ^C, which have no line break
-        begin = _ERASE_LINE if os.isatty(2) else ""
+        begin = "\r\x1b[2K" if os.isatty(2) else ""
         os.write(2, f"{begin}{text}\n".encode(errors="backslashreplace"))
 
 
@@ -227,59 +211,52 @@ def exit_now(code: int, *, key: str = _EXITED_KEY) -> NoReturn:
 
     Process 0 waits for the others to end, at most 3 s and the time between two reads.
     """
+
+    def announce() -> None:
+        if not is_connected():
+            return
+        import jax
+
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has ended: JAX ends all
+            publish(key, str(code))
+            num_ended = 0
+            while _this_process.index == 0 and num_ended < _this_process.num_processes:
+                events = read_folder("event")
+                num_ended = len(events.get(_FAILED_KEY, {}) | events.get(_EXITED_KEY, {}))
+                time.sleep(POLL_INTERVAL_S / 5)
+
     # In a thread, because a process 0 that is suspended does not answer
-    announcement = threading.Thread(target=_announce_exit, args=(code, key), daemon=True)
+    announcement = threading.Thread(target=announce, daemon=True)
     announcement.start()
     announcement.join(EXIT_GRACE_S + poll_interval_s())
     if os.isatty(_stdout_fd):
-        os.write(_stdout_fd, _SHOW_CURSOR.encode())  # a progress bar hides it
+        os.write(_stdout_fd, b"\x1b[?25h")  # shows the cursor, which a progress bar hides
     os._exit(code)
-
-
-def _announce_exit(code: int, key: str) -> None:
-    if not is_connected():
-        return
-    import jax
-
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has ended: JAX ends all
-        publish(key, str(code))
-        while _this_process.index == 0:
-            events = _read_folder(_EVENTS)
-            ended = events.get(_FAILED_KEY, {}) | events.get(_EXITED_KEY, {})
-            if len(ended) >= _this_process.num_processes:
-                return
-            time.sleep(POLL_INTERVAL_S / 5)
 
 
 def find_failed_peer() -> tuple[int, int] | None:
     """Index and exit code of another process that has published its failure; None if none has."""
+    global _events
     if not is_connected():
         return None
     import jax
 
-    failed: dict[int, str] = {}
-    # process 0 may have ended without publishing anything, so that JAX ends this one
+    # Process 0 may have ended without publishing anything, so that JAX ends this one
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        failed = read_published(_FAILED_KEY)
+        _events = read_folder("event")
+    failed = last_read(_FAILED_KEY)
     peers = [(index, int(code)) for index, code in failed.items() if index != _this_process.index]
     return min(peers, default=None)
 
 
 def _watch_peers() -> None:
-    """Ends this process after another has failed."""
-    global _events
-    import jax
-
+    """Reads events, and ends this process after another has failed."""
     while not _disconnected.wait(poll_interval_s()):
-        # After the end of process 0 nothing can be read, and JAX ends this process
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _events = _read_folder(_EVENTS)
-        peers = last_read(_FAILED_KEY).keys() - {_this_process.index}
-        if not peers or _disconnected.is_set():
+        failed = find_failed_peer()
+        if failed is None or _disconnected.is_set():
             continue
         time.sleep(OWN_ERROR_GRACE_S)
-        index = min(peers)
-        code = int(last_read(_FAILED_KEY)[index])
+        index, code = failed
         # the stacks show which process is stuck
         show = log_stacks if code == exit_codes.HUNG else log
         show(f"ends because process {index} has failed, with exit code {code}")

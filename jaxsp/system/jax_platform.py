@@ -9,28 +9,25 @@ from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.system import hardware, memory_limits
 
-COLLECTIVE_TIMEOUTS = (
-    "xla_cpu_collective_call_terminate_timeout_seconds",
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds",
-    "xla_cpu_collective_timeout_seconds",
+CPU_FLAGS = (
+    "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600",
+    "--xla_cpu_collective_timeout_seconds=3600",
 )
-"""XLA's limits for how long a CPU device waits in a collective for the others: 40 s until it aborts
-the process, 20 s until it prints a warning, and 30 minutes between processes. jaxlib 0.10.1 to
-0.12.0.1 have all flags of this module. An unknown name in XLA_FLAGS ends the process."""
+"""Raise XLA's limits for how long a CPU device waits in a collective for the others: 40 s until it
+aborts the process, 20 s until it prints a warning, and 30 minutes between processes.
 
-COLLECTIVE_TIMEOUT_S = 3_600
-"""Replaces these limits. Groups of devices differ in attention work, by minutes with long documents
-on slow cores. In jaxsp.train, the watchdog ends a step that hangs earlier."""
+Groups of devices differ in attention work, by minutes with long documents on slow cores. In
+jaxsp.train, the watchdog ends a step that hangs earlier. jaxlib 0.10.1 to 0.12.0.1 have all flags
+of this module. An unknown name in XLA_FLAGS ends the process."""
 
-GPU_TIMEOUTS = (
-    "xla_gpu_first_collective_call_terminate_timeout_seconds",
-    "xla_gpu_executable_terminate_timeout",
+GPU_FLAGS = (
+    "--xla_gpu_first_collective_call_terminate_timeout_seconds=600",
+    "--xla_gpu_executable_terminate_timeout=600",
 )
-"""XLA's limits, in seconds, for how long a GPU waits for the others of its process to begin their
-first collective (40) and to end a program (30)."""
-
-GPU_TIMEOUT_S = 600
-"""Replaces these limits in jobs of several nodes, where connecting all GPUs takes minutes."""
+"""Raise XLA's limits, in seconds, for how long a GPU waits for the others of its process to begin
+their first collective (40) and to end a program (30). In jobs of several nodes, connecting all GPUs
+takes minutes."""
 
 MAX_SHARED_AUTOTUNING = 128
 """Number of processes up to which they divide the timing of kernels, as XLA does by default. Each
@@ -62,22 +59,23 @@ def choose_platform(
         outside_bytes: memory of each GPU that CUDA and NCCL need.
     Raises: UserError if the processes cannot have the same number of devices.
     """
-    memory_limits.raise_limits(
-        os.environ,
-        num_local_processes=num_local_processes,
-        max_pool_bytes=max_pool_bytes,
-        outside_bytes=outside_bytes,
-    )
     has_gpu = hardware.count_gpus(os.environ) > 0
     if not has_gpu:
         if not os.environ.get("JAX_PLATFORMS"):
             # An installed CUDA plugin would look for a GPU and print a traceback
             jax.config.update("jax_platforms", "cpu")
-        _add_flags(os.environ, collective_timeout_flags())
-    elif num_processes > num_local_processes:
-        _add_flags(os.environ, gpu_timeout_flags())
-        if has_own_autotuning(num_processes):
-            _add_flags(os.environ, [OWN_AUTOTUNING_FLAG])
+        add_flags(os.environ, CPU_FLAGS)
+    else:
+        memory_limits.raise_limits(
+            os.environ,
+            num_local_processes=num_local_processes,
+            max_pool_bytes=max_pool_bytes,
+            outside_bytes=outside_bytes,
+        )
+        if num_processes > num_local_processes:
+            add_flags(os.environ, GPU_FLAGS)
+            if has_own_autotuning(num_processes):
+                add_flags(os.environ, [OWN_AUTOTUNING_FLAG])
     if virtual_cpu_devices is None:
         return
     per_process, remainder = divmod(virtual_cpu_devices, num_processes)
@@ -91,22 +89,12 @@ def choose_platform(
     jax.config.update("jax_num_cpu_devices", max(per_process, 1))
 
 
-def collective_timeout_flags() -> list[str]:
-    """Flags that raise XLA's limits for collectives of CPU devices."""
-    return [f"--{name}={COLLECTIVE_TIMEOUT_S}" for name in COLLECTIVE_TIMEOUTS]
-
-
-def gpu_timeout_flags() -> list[str]:
-    """Flags that raise XLA's limits for GPUs of several nodes."""
-    return [f"--{name}={GPU_TIMEOUT_S}" for name in GPU_TIMEOUTS]
-
-
 def has_own_autotuning(num_processes: int) -> bool:
     """True if each process of a job on GPUs times all kernels."""
     return num_processes > MAX_SHARED_AUTOTUNING
 
 
-def _add_flags(environ: MutableMapping[str, str], own_flags: Sequence[str]) -> None:
+def add_flags(environ: MutableMapping[str, str], own_flags: Sequence[str]) -> None:
     """Adds the flags that the user has not set to XLA_FLAGS.
 
     XLA reads the variable once, when the first device is used. It holds flags or the name of a file

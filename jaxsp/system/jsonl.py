@@ -16,9 +16,6 @@ from jaxsp.system import distributed
 
 DAMAGED_SUFFIX = ".damaged"
 
-_MAX_PLACES = 5
-"""Number of damaged lines whose places a message names."""
-
 
 class AppendFile:
     """File to which records are appended, each of them completely or not at all.
@@ -44,10 +41,10 @@ class AppendFile:
     def sync(self) -> None:
         """Makes all records survive a power failure. Raises: OSError if that is impossible now."""
         self._write()
-        if self._error is not None or self._file is None:
-            assert self._error is not None, "a file that is not open has an error"
-            number = self._error.errno
-            raise OSError(number, f"{self._error.strerror}, in writing {self._path.name}")
+        if self._error is not None:
+            text = f"{self._error.strerror}, in writing {self._path.name}"
+            raise OSError(self._error.errno, text)
+        assert self._file is not None, "a file that is not open has an error"
         try:
             os.fsync(self._file.fileno())
         except OSError:
@@ -152,7 +149,7 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
     kept: list[bytes] = []
     steps: list[int] = []
     damaged: list[bytes] = []
-    places: list[str] = []
+    step_before = 0  # of the last line before the first damaged one
     for line in lines:
         fields = files.parse_json(line) if line.endswith(b"\n") else None
         line_step = (fields or {}).get("step")
@@ -160,8 +157,8 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
             # the last line of a killed run may be incomplete
             match = re.match(rb'{"step": (\d+),', line)
             if line.endswith(b"\n") or (float(match[1]) if match else math.inf) <= step:
+                step_before = step_before if damaged else max(steps, default=0)
                 damaged.append(line)
-                places.append(str(steps[-1] if steps else 0))
         elif line_step <= step:
             kept.append(line)
             steps.append(line_step)
@@ -171,14 +168,12 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
             file.writelines(line.rstrip(b"\r\n") + b"\n" for line in damaged)
             file.flush()
             os.fsync(file.fileno())
-        more = f" and {len(places) - _MAX_PLACES} more" if len(places) > _MAX_PLACES else ""
         distributed.log(
             f"{path}: {len(damaged)} of {len(lines)} lines are damaged, and now in {copy.name}. "
-            f"They follow the lines of steps {', '.join(places[:_MAX_PLACES])}{more}"
+            f"The first follows the line of step {step_before}"
         )
-    latest = steps[-10:]
-    distances = [after - before for before, after in itertools.pairwise(latest)]
-    if has_regular_steps and latest and step - latest[-1] >= max(1, *distances, 0):
+    distances = (after - before for before, after in itertools.pairwise(steps[-10:]))
+    if has_regular_steps and steps and step - steps[-1] >= max([1, *distances]):
         distributed.log(f"{path}: ends at step {steps[-1]}, but the checkpoint is of step {step}")
     if kept != lines:
         files.write_atomic(path, b"".join(kept))

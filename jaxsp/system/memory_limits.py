@@ -43,7 +43,7 @@ def raise_limits(
 
     Args: outside_bytes: memory of each GPU that CUDA and NCCL need.
     """
-    if not _find_user_fraction(environ):
+    if not any(environ.get(name) for name in _FRACTION_VARIABLES):
         memory = hardware.gpu_memory_bytes()
         fraction = GPU_MEMORY_FRACTION if memory is None else choose_fraction(memory, outside_bytes)
         environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
@@ -70,46 +70,28 @@ def gpu_memory_fraction(environ: Mapping[str, str]) -> float:
 
     Before `raise_limits` and in a plan, the greatest.
     """
-    return float(_find_user_fraction(environ) or GPU_MEMORY_FRACTION)
-
-
-def find_fraction_warning(environ: Mapping[str, str], outside_bytes: int | float) -> str:
-    """Warning if JAX's fraction of a GPU leaves less than `outside_bytes`; empty if not."""
-    memory = hardware.gpu_memory_bytes()
-    fraction = gpu_memory_fraction(environ)
-    if memory is None or fraction <= (most := choose_fraction(memory, outside_bytes)):
-        return ""
-    return (
-        f"XLA_CLIENT_MEM_FRACTION = {fraction:g}: leaves {(1 - fraction) * memory / GIB:.1f} GiB "
-        f"of a GPU, and CUDA and NCCL need about {outside_bytes / GIB:.1f}. If NCCL runs out of "
-        f"memory, leave it unset, or use {most:.2f}."
-    )
-
-
-def _find_user_fraction(environ: Mapping[str, str]) -> str | None:
-    return next((environ[name] for name in _FRACTION_VARIABLES if environ.get(name)), None)
+    values = [environ[name] for name in _FRACTION_VARIABLES if environ.get(name)]
+    return float(values[0]) if values else GPU_MEMORY_FRACTION
 
 
 def pinned_pool_limit(environ: Mapping[str, str]) -> float:
     """Bytes that XLA's pool of pinned host memory may hold per device; infinite without a limit."""
-    limit_gib = environ.get(_PINNED_LIMIT_VARIABLE)
-    return float(limit_gib) * GIB if limit_gib else math.inf
+    return float(environ.get(_PINNED_LIMIT_VARIABLE) or math.inf) * GIB
 
 
-def host_bytes_per_device(*, num_processes: int, num_devices: int) -> float:
+def host_bytes_per_device(
+    *, num_processes: int, num_devices: int, total_bytes: int | float | None = None
+) -> float:
     """Bytes of host memory available for the arrays of one device.
 
     Args:
         num_processes: processes on the node.
         num_devices: devices of each process.
+        total_bytes: memory of the node; default: that of this one.
     """
-    usable = usable_host_bytes(hardware.host_memory_bytes(), num_processes=num_processes)
+    total = hardware.host_memory_bytes() if total_bytes is None else total_bytes
+    usable = max(0.0, float(total) - OS_RESERVED_BYTES - num_processes * PROCESS_OVERHEAD_BYTES)
     return usable / (num_processes * num_devices)
-
-
-def usable_host_bytes(total_bytes: int | float, *, num_processes: int) -> float:
-    """Bytes of a node's memory available for arrays."""
-    return max(0.0, float(total_bytes) - OS_RESERVED_BYTES - num_processes * PROCESS_OVERHEAD_BYTES)
 
 
 def pinned_pool_size(needed: int | float, limit: int | float) -> float:

@@ -29,17 +29,12 @@ class MeshConfig(ConfigSection):
         if self.seq == "auto" and self.data != -1:
             yield f"{HERE}.seq = auto: {HERE}.data follows from it. Use {HERE}.data=-1."
 
-    @pydantic.field_validator("data")
+    @pydantic.field_validator("data", "seq", mode="before")
     @classmethod
-    def _check_data(cls, value: int) -> int:
-        if value == 0:
+    def _check(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        if info.field_name == "data" and value == 0:
             raise ValueError("must be -1 or at least 1")
-        return value
-
-    @pydantic.field_validator("seq", mode="before")
-    @classmethod
-    def _check_seq(cls, value: Any) -> Any:
-        if value != "auto" and not fields.is_count(value):
+        if info.field_name == "seq" and value != "auto" and not fields.is_count(value):
             raise ValueError("must be an integer of at least 1, or auto")
         return value
 

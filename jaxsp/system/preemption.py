@@ -6,7 +6,6 @@ only, and neither ends a run before its first step, nor one whose checkpoint wou
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import select
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import NamedTuple
 
 import jax
 
@@ -31,27 +31,19 @@ processes, and they forward it."""
 
 _STOP_AFTER = "run.stop_after"
 
-_PROGRESS_KEY = "progress"
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessProgress:
+class ProcessProgress(NamedTuple):
     """Progress of a process at the time of a stop request, with expected seconds.
 
     It then dispatches no further step until all processes have published their progress.
     """
 
-    num_dispatched: int | None  # since step 0; None before the first step of this run
-    remaining_s: float  # until the dispatched steps are finished
+    num_dispatched: int  # since step 0; 0 before the first step of this run
+    remaining_s: float  # until the dispatched steps are finished and a checkpoint is written
     step_s: float  # for steps that only other processes have dispatched
-    checkpoint_s: float  # 0 if none was written yet
     is_kill_expected: bool
     """False for run.stop_after, and for SIGHUP: a terminal that closes sends no SIGKILL. A
     scheduler sends one a while after SIGTERM or SIGINT."""
-
-    def publish(self) -> None:
-        """Publishes this progress to the other processes."""
-        distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self)))
 
 
 class Preemption:
@@ -86,7 +78,7 @@ class Preemption:
         self._start_time = time.monotonic()
         self._signal_time: float | None = None
         self._condition = threading.Condition()
-        self._num_allowed: int | None = None
+        self._num_allowed = 0
         self._progress: ProcessProgress | None = None
         self._stop_step: int | None = None
         """Step after which all processes stop; None until they have decided."""
@@ -134,36 +126,34 @@ class Preemption:
         self._is_done = True
 
     def _run(self, signal_fd: int) -> None:
-        """Thread: polls for events, also after process 0 did not answer."""
+        """Thread: reads signals, run.stop_after and requests of other processes, and decides the
+        stop step; also after process 0 did not answer."""
         while not self._closed.is_set():
+            interval_s = distributed.POLL_INTERVAL_S
+            if self.reason is not None:
+                # _decide_stop_step asks process 0, which answers a limited number of reads
+                interval_s = distributed.poll_interval_s()
+            ready, _, _ = select.select([signal_fd], [], [], interval_s)
+            numbers = os.read(signal_fd, 64) if ready else b""
             try:
-                self._poll_events(signal_fd)
+                for number in numbers:
+                    if number in SIGNALS and not self._is_done:
+                        self._handle_signal(signal.Signals(number))
+                if self.reason is None and self._stop_after is not None:
+                    if time.monotonic() - self._start_time >= self._stop_after.total_seconds():
+                        text = f"{_STOP_AFTER} = {durations.to_text(self._stop_after)}"
+                        self._hold_dispatch(text, is_own=True)
+                requests = distributed.last_read(distributed.STOP_KEY)
+                if self.reason is None and requests:
+                    index, reason = min(requests.items())
+                    is_signal = not reason.startswith(_STOP_AFTER)
+                    self._hold_dispatch(f"{reason} to process {index}" if is_signal else reason)
+                if self.reason is not None and self._stop_step is None:
+                    if not self._closed.is_set():
+                        self._decide_stop_step(self.reason)
             except jax.errors.JaxRuntimeError:
                 # Process 0 does not answer; if it is gone, JAX ends this process
                 time.sleep(distributed.poll_interval_s())
-
-    def _poll_events(self, signal_fd: int) -> None:
-        """Reads signals, run.stop_after and requests of other processes; decides the stop step.
-
-        Raises: jax.errors.JaxRuntimeError if process 0 does not answer.
-        """
-        interval_s = distributed.POLL_INTERVAL_S
-        if self.reason is not None:
-            # _decide_stop_step asks process 0, which answers a limited number of reads
-            interval_s = distributed.poll_interval_s()
-        ready, _, _ = select.select([signal_fd], [], [], interval_s)
-        for number in os.read(signal_fd, 64) if ready else b"":
-            if number in SIGNALS and not self._is_done:
-                self._handle_signal(signal.Signals(number))
-        if self.reason is None and self._stop_after is not None:
-            if time.monotonic() - self._start_time >= self._stop_after.total_seconds():
-                self._request_stop(f"{_STOP_AFTER} = {durations.to_text(self._stop_after)}")
-        if self.reason is None and (requests := distributed.last_read(distributed.STOP_KEY)):
-            index, reason = min(requests.items())
-            is_signal = not reason.startswith(_STOP_AFTER)
-            self._hold_dispatch(f"{reason} to process {index}" if is_signal else reason)
-        if self.reason is not None and self._stop_step is None and not self._closed.is_set():
-            self._decide_stop_step()
 
     def _handle_signal(self, number: signal.Signals) -> None:
         """Requests a stop; ends all processes immediately if it is a second signal.
@@ -180,72 +170,69 @@ class Preemption:
                 os._exit(code)  # JAX ends the others when process 0 is gone
             distributed.abort_job(code)
         if self.reason is None:
-            self._request_stop(number.name)
+            self._hold_dispatch(number.name, is_own=True)
 
-    def _request_stop(self, reason: str) -> None:
-        distributed.publish(distributed.STOP_KEY, reason)
-        self._hold_dispatch(reason)
+    def _hold_dispatch(self, reason: str, *, is_own: bool = False) -> None:
+        """Prevents the next dispatch, and publishes the progress of this process.
 
-    def _hold_dispatch(self, reason: str) -> None:
-        """Prevents the next dispatch, and publishes the progress of this process."""
+        Args: is_own: the request is of this process, which publishes it too.
+        """
+        if is_own:
+            distributed.publish(distributed.STOP_KEY, reason)
         with self._condition:
             self.reason = reason
             # Allowed steps count as dispatched: the loop dispatches them without asking again
-            num_undispatched = max(0, (self._num_allowed or 0) - self.status.num_dispatched)
+            num_undispatched = max(0, self._num_allowed - self.status.num_dispatched)
             step_s = self.status.step_s
+            remaining_s = self.status.remaining_s() + num_undispatched * step_s
             self._progress = ProcessProgress(
                 num_dispatched=self._num_allowed,
-                remaining_s=self.status.remaining_s() + num_undispatched * step_s,
+                remaining_s=remaining_s + (self.status.checkpoint_s or 0.0),
                 step_s=step_s,
-                checkpoint_s=self.status.checkpoint_s or 0.0,
                 is_kill_expected=not reason.startswith((_STOP_AFTER, signal.SIGHUP.name)),
             )
-        self._progress.publish()
+        distributed.publish("progress", json.dumps(self._progress))
 
-    def _decide_stop_step(self) -> None:
+    def _decide_stop_step(self, reason: str) -> None:
         """Chooses the step to stop after, or exits, once the progress of all processes is known.
 
         All processes compute it from the same published progress, so they reach the same decision.
         """
         assert self._progress is not None, "set by _hold_dispatch"
         all_progress = [self._progress]
+        process = distributed.this_process()
         if distributed.is_connected():
-            process = distributed.this_process()
-            published = distributed.read_published(_PROGRESS_KEY)
+            published = distributed.read_folder("progress").get("progress", {})
             if process.index not in published:
                 # The stop request came before the processes were connected
-                self._progress.publish()
+                distributed.publish("progress", json.dumps(self._progress))
                 return
             if len(published) < process.num_processes:
                 return
-            all_progress = [ProcessProgress(**json.loads(text)) for text in published.values()]
-        counts = [progress.num_dispatched for progress in all_progress]
-        last = max((count for count in counts if count is not None), default=0)
+            all_progress = [ProcessProgress(*json.loads(text)) for text in published.values()]
+        last = max(each.num_dispatched for each in all_progress)
         remaining_s = max(
-            progress.remaining_s
-            + (last - progress.num_dispatched) * progress.step_s
-            + progress.checkpoint_s
-            if progress.num_dispatched is not None
-            else 0.0
-            for progress in all_progress
+            each.remaining_s + (last - each.num_dispatched) * each.step_s
+            for each in all_progress
+            if each.num_dispatched or not last
         )
-        is_kill_expected = any(progress.is_kill_expected for progress in all_progress)
-        early_end = ""
-        if all(count is None for count in counts):
-            early_end = "before the first step: nothing is lost"
+        is_kill_expected = any(each.is_kill_expected for each in all_progress)
+        is_early = True
+        if not last:
+            message = f"stopped by {reason} before the first step: nothing is lost"
         elif is_kill_expected and remaining_s > self._shutdown_grace.total_seconds():
             grace = durations.to_text(self._shutdown_grace)
-            early_end = (
-                f"immediately: the dispatched steps and a checkpoint would take about "
-                f"{remaining_s:.0f} s, and run.shutdown_grace is {grace}. "
+            message = (
+                f"stopped by {reason} immediately: the dispatched steps and a checkpoint would "
+                f"take about {remaining_s:.0f} s, and run.shutdown_grace is {grace}. "
                 f"{self._describe_loss(last)}"
             )
-        message = stop_message(self.reason or "", stop_step=last, remaining_s=remaining_s)
-        if early_end:
-            message = f"stopped by {self.reason} {early_end}"
-        if distributed.this_process().index == 0:
+        else:
+            is_early = False
+            message = stop_message(reason, stop_step=last, remaining_s=remaining_s)
+        if process.index == 0:
             distributed.log(message)
-        if early_end:
+        if is_early:
             distributed.exit_now(0)
         with self._condition:
             self._stop_step = last

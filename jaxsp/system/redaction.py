@@ -4,7 +4,7 @@ import base64
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 _SECRET_NAME = re.compile(r"(^|_)(TOKEN|[A-Z]*KEY|PASSWORD|PASSWD|PASSPHRASE)$|SECRET")
 
@@ -47,36 +47,20 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
         if is_secret_name(name):
             secrets.append(value)
         elif _ADDRESS_NAME.search(name.upper()):
-            secrets += _find_url_secrets(value)
-    forms = {form for secret in secrets for form in _list_forms(secret)}
+            rest = value.partition("://")[2] or value
+            userinfo, at, host = rest.rpartition("@")
+            if at:
+                basic = base64.b64encode(userinfo.encode()).decode()
+                secrets += [userinfo, userinfo.partition(":")[2], basic]
+            query = "".join(re.split(r"[?#]", host, maxsplit=1)[1:])
+            secrets += [query, *(value for _, value in urllib.parse.parse_qsl(query))]
+    forms: set[str] = set()  # as they may be written in a URL or in quotes
+    for secret in secrets:
+        forms |= {secret, secret.strip(), repr(secret)[1:-1]}
+        forms |= {urllib.parse.quote(secret, safe=safe) for safe in ("", "/")}
+        forms |= {urllib.parse.quote_plus(secret), urllib.parse.unquote(secret)}
+        forms.add(urllib.parse.unquote_plus(secret))
     for form in sorted(forms, key=len, reverse=True):
         if len(form) >= 4:  # shorter ones are parts of many words
             text = text.replace(form, "***")
     return _URL.sub(lambda match: strip_credentials(match[0], "***"), text)
-
-
-def _find_url_secrets(address: str) -> Iterator[str]:
-    """Yields user and password together, each password, and the query of an address."""
-    rest = address.partition("://")[2] or address
-    userinfo, at, host = rest.rpartition("@")
-    if at:
-        yield userinfo
-        yield userinfo.partition(":")[2]
-        yield base64.b64encode(userinfo.encode()).decode()
-    query = re.split(r"[?#]", host if at else rest, maxsplit=1)
-    yield from query[1:]
-    yield from (value for _, value in urllib.parse.parse_qsl("".join(query[1:])))
-
-
-def _list_forms(secret: str) -> tuple[str, ...]:
-    """Returns a secret as it may be written in a URL or in quotes."""
-    return (
-        secret,
-        secret.strip(),
-        urllib.parse.quote(secret),
-        urllib.parse.quote(secret, safe=""),
-        urllib.parse.quote_plus(secret),
-        urllib.parse.unquote(secret),
-        urllib.parse.unquote_plus(secret),
-        repr(secret)[1:-1],
-    )

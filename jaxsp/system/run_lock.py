@@ -10,7 +10,6 @@ import pathlib
 import platform
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError, at
@@ -64,17 +63,18 @@ def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None
     if jax.process_index() > 0 or resolved in _locked_dirs:
         yield
         return
-    bookkeeping = [folder / file for file in BOOKKEEPING_FILES]
     with contextlib.ExitStack() as stack:
         try:
             # the deepest folder first
-            parts = (*bookkeeping, folder, *folder.parents)
+            parts = (*(folder / file for file in BOOKKEEPING_FILES), folder, *folder.parents)
             created = [path for path in parts if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             lock_fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            problem = f"cannot be created: {error.strerror}. Use another folder."
-            raise UserError(f"run.directory = {folder}: {problem}") from None
+            raise UserError(
+                f"run.directory = {folder}: cannot be created: {error.strerror}. "
+                "Use another folder."
+            ) from None
         stack.callback(os.close, lock_fd)
         _acquire(folder, lock_fd, name or str(folder))
         stack.callback(_remove_created, folder, created)
@@ -123,7 +123,13 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
             "two runs could write to it at the same time. Use a folder on another file system, or "
             "mount this one with locks (Lustre: -o flock)."
         ) from None
-    description = _describe_holder(holder) if holder else ""
+    description = ""  # pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)
+    if holder:
+        since = str(holder.get("began"))[:19].replace("T", " ")
+        details = [f"SLURM job {holder['job']}"] if holder.get("job") else []
+        details += [holder["config"]] if holder.get("config") else []
+        description = f"pid {holder.get('pid')} on {holder.get('host')} since {since}"
+        description += f" ({', '.join(details)})" if details else ""
     if holder and not is_in_use and holder.get("host") != platform.node():
         text = f"{folder}: waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of {description}"
         print(text, flush=True)
@@ -139,15 +145,6 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
         )
     if holder:
         print(f"{name}: the run of {description} was killed; this run takes over", flush=True)
-
-
-def _describe_holder(holder: dict[str, Any]) -> str:
-    """Formats a holder: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)`."""
-    since = str(holder.get("began"))[:19].replace("T", " ")
-    text = f"pid {holder.get('pid')} on {holder.get('host')} since {since}"
-    details = [f"SLURM job {holder['job']}"] if holder.get("job") else []
-    details += [holder["config"]] if holder.get("config") else []
-    return f"{text} ({', '.join(details)})" if details else text
 
 
 def _remove_created(folder: pathlib.Path, created: list[pathlib.Path]) -> None:

@@ -61,20 +61,17 @@ class Watchdog:
     ):
         self._status = status
         self._step_timeout_s = None if step_timeout is None else step_timeout.total_seconds()
-        self._heartbeat_file = heartbeat_file
         self._has_cpu_devices = has_cpu_devices
-        self._interval_s = HEARTBEAT_INTERVAL_S
-        if self._step_timeout_s is not None:
-            self._interval_s = min(HEARTBEAT_INTERVAL_S, self._step_timeout_s / 4)
+        self._interval_s = min(HEARTBEAT_INTERVAL_S, (self._step_timeout_s or math.inf) / 4)
         self._closed = threading.Event()
-        # two threads, since an unresponsive disk blocks the second
-        self._threads = [
-            threading.Thread(target=self._watch, name="watchdog", daemon=True),
-            threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True),
-        ]
+        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+        if heartbeat_file is not None:  # in a thread that an unresponsive disk may block
+            args = (heartbeat_file,)
+            self._threads.append(
+                threading.Thread(target=self._write_heartbeats, args=args, daemon=True)
+            )
         self._bytes_written = 0
         self._cpu_s = time.process_time()
-        self._is_broken = False
 
     def __enter__(self) -> "Watchdog":
         for thread in self._threads:
@@ -82,12 +79,11 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        end = "ended" if kind is None else "failed"
+        self._status.activity = Activity(description=end, is_watched=False)
         self._closed.set()
         for thread in self._threads:
             thread.join()
-        end = "ended" if kind is None else "failed"
-        self._status.activity = Activity(description=end, is_watched=False)
-        self._write_heartbeat()
 
     def choose_timeout(self, activity: Activity) -> tuple[float, str]:
         """Seconds without progress that count as a hang, and the rule that they follow."""
@@ -95,16 +91,15 @@ class Watchdog:
             return math.inf, ""
         if self._step_timeout_s is not None:
             return self._step_timeout_s, "run.step_timeout"
-        normal_s = activity.expected_s  # from measured durations
-        rule = f"{TIMEOUT_FACTOR} times the expected time"
-        if normal_s is None:
-            normal_s = activity.estimated_s  # from the number of operations
-            rule = "no step has finished"
-            if self._has_cpu_devices:  # the minimum is enough, because CPU use is progress too
-                return MIN_TIMEOUT_S, f"{rule}, and this process uses no CPU time"
-        if normal_s is None:
+        if activity.expected_s is not None:
+            rule = f"{TIMEOUT_FACTOR} times the expected time"
+            return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s), rule
+        rule = "no step has finished"
+        if self._has_cpu_devices:  # the minimum is enough, because CPU use is progress too
+            return MIN_TIMEOUT_S, f"{rule}, and this process uses no CPU time"
+        if activity.estimated_s is None:
             return MAX_TIMEOUT_S, rule
-        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * normal_s), rule
+        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.estimated_s), rule
 
     def _watch(self) -> None:
         last_check = time.monotonic()
@@ -143,32 +138,32 @@ class Watchdog:
         printer.join(MESSAGE_TIMEOUT_S)
         distributed.abort_job(exit_codes.HUNG)
 
-    def _run_heartbeat(self) -> None:
-        self._write_heartbeat()
-        while not self._closed.wait(self._interval_s):
-            self._write_heartbeat()
+    def _write_heartbeats(self, file: pathlib.Path) -> None:
+        """Writes the heartbeat file, at last after the end of the run.
 
-    def _write_heartbeat(self) -> None:
-        """Writes the heartbeat file. A full disk must not end a run with nothing to save yet."""
-        if self._heartbeat_file is None:
-            return
-        activity = self._status.activity
-        fields = {
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "step": self._status.num_finished,
-            "activity": activity.description,
-            "idle_s": round(time.monotonic() - activity.last_progress, 1),
-            "written_at": time.time(),
-        }
-        try:
-            content = json.dumps(fields) + "\n"
-            files.write_atomic(self._heartbeat_file, content, is_durable=False)
-            self._is_broken = False
-        except OSError as error:
-            if not self._is_broken:
-                distributed.log(
-                    f"{self._heartbeat_file}: cannot be written: {error.strerror}; "
-                    "the run continues without a heartbeat"
-                )
-            self._is_broken = True
+        A full disk must not end a run with nothing to save yet.
+        """
+        is_closed = is_broken = False
+        while True:
+            activity = self._status.activity
+            fields = {
+                "host": platform.node(),
+                "pid": os.getpid(),
+                "step": self._status.num_finished,
+                "activity": activity.description,
+                "idle_s": round(time.monotonic() - activity.last_progress, 1),
+                "written_at": time.time(),
+            }
+            try:
+                files.write_atomic(file, json.dumps(fields) + "\n", is_durable=False)
+                is_broken = False
+            except OSError as error:
+                if not is_broken:
+                    distributed.log(
+                        f"{file}: cannot be written: {error.strerror}; "
+                        "the run continues without a heartbeat"
+                    )
+                is_broken = True
+            if is_closed:
+                return
+            is_closed = self._closed.wait(self._interval_s)

@@ -306,11 +306,7 @@ def _flag_names(flags: str) -> list[str]:
 
     The variable contains flags, or the name of a file of flags.
     """
-    own = (
-        *jax_platform.collective_timeout_flags(),
-        *jax_platform.gpu_timeout_flags(),
-        jax_platform.OWN_AUTOTUNING_FLAG,
-    )
+    own = (*jax_platform.CPU_FLAGS, *jax_platform.GPU_FLAGS, jax_platform.OWN_AUTOTUNING_FLAG)
     flags = " ".join(flag for flag in flags.split() if flag not in own)
     if flags.strip() and not flags.strip().startswith("-"):
         file = pathlib.Path(flags.strip())

@@ -231,10 +231,8 @@ print(time.perf_counter() - began)
 def measure_pinning(folder: pathlib.Path) -> Iterator[Number]:
     """Pins host memory in one process, then the same amount in each of several."""
     num_processes = max(2, count_gpus())
-    usable = memory_limits.usable_host_bytes(
-        hardware.host_memory_bytes(), num_processes=num_processes
-    )
-    gib = max(1, min(32, int(usable / GIB / num_processes / 2)))
+    usable = memory_limits.host_bytes_per_device(num_processes=num_processes, num_devices=1)
+    gib = max(1, min(32, int(usable / GIB / 2)))
     for count in (1, num_processes):
         with concurrent.futures.ThreadPoolExecutor(count) as pool:
             seconds = list(pool.map(lambda index: _pin(index, gib), range(count)))

@@ -53,7 +53,7 @@ def test_all_events_are_read_from_process_0_at_once(monkeypatch):
     }
     store = Store(values)
     monkeypatch.setattr(distributed, "_kv_client", store)
-    assert distributed._read_folder("event") == {
+    assert distributed.read_folder("event") == {
         distributed.STOP_KEY: {10: "SIGTERM", 2: "run.stop_after = 1h"},
         distributed._FAILED_KEY: {3: "1"},
     }

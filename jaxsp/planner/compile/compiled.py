@@ -79,12 +79,14 @@ class Cluster:
     def memory_limit(self) -> MemoryLimit:
         """Device memory that JAX may use, and a device's part of its node's memory, with one
         process per device."""
-        host_bytes = memory_limits.usable_host_bytes(
-            self.node_host_gib * units.GIB, num_processes=self.node_devices
+        host_bytes = memory_limits.host_bytes_per_device(
+            num_processes=self.node_devices,
+            num_devices=1,
+            total_bytes=self.node_host_gib * units.GIB,
         )
         return MemoryLimit(
             memory_limits.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,
-            host_bytes / self.node_devices,
+            host_bytes,
         )
 
 
