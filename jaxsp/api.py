@@ -42,8 +42,8 @@ from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.hf import folder, model_config, multimodal, peft, writer
-from jaxsp.hf.weights import open_other_parts
+from jaxsp.hf import folder, model_config, multimodal, peft
+from jaxsp.hf.weights import check_target, export_model, open_other_parts
 from jaxsp.memory import memory_compile
 from jaxsp.optimizers import param_groups
 from jaxsp.run import build, config_file, initial_weights, jax_limits, merging
@@ -215,8 +215,8 @@ class Trainer:
         model_folder = self.model.model_folder
         assert model_folder is not None, "model.source is set"
         config = self.model.config.model
-        field = str(model_folder.path / "config.json")
-        fields = model_config.resolve_fields(model_folder.config_fields, config, field=field)
+        with at(str(model_folder.path / "config.json")):
+            fields = model_config.resolve_fields(model_folder.config_fields, config)
         parts = None
         if multimodal.are_exported(fields):
             whole = model_folder if source is None else folder.find(source, field="source")
@@ -229,7 +229,7 @@ class Trainer:
         table = self.spec.table
         if self.spec.config.has_frozen_weights:
             table, weights = merging.merge_state(weights, table=table, model=self.spec.model)
-        writer.export_model(
+        export_model(
             weights,
             table=table,
             fields=fields,
@@ -265,7 +265,7 @@ class Trainer:
 
     def _prepare_to_save(self, directory: str | pathlib.Path) -> layers.Weights:
         """The weights as arrays that can be sliced. Raises: UserError: see `save`."""
-        writer.check_target(directory)
+        check_target(directory)
         if jax.process_count() > 1:
             raise UserError(
                 "save: must run in one process that drives all devices, but this is one of "
