@@ -32,8 +32,8 @@ from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
-from jaxsp.hf import folder, multimodal, peft, writer
-from jaxsp.hf.weights import open_other_parts
+from jaxsp.hf import folder, multimodal, peft
+from jaxsp.hf.weights import check_target, export_model, open_other_parts
 from jaxsp.memory import memory_compile
 from jaxsp.optimizers import param_groups
 from jaxsp.run import (
@@ -389,7 +389,7 @@ class Trainer:
         if self.spec.config.has_frozen_weights:
             table, weights = merging.merge_state(weights, table=table, model=self.spec.model)
         own_tokenizer = self.config.model.tokenizer is not None
-        writer.export_model(
+        export_model(
             weights,
             table=table,
             fields=fields,
@@ -433,7 +433,7 @@ class Trainer:
 
     def _prepare_to_save(self, directory: str | pathlib.Path) -> layers.Weights:
         """The weights as arrays that can be sliced. Raises: UserError: see `save`."""
-        writer.check_target(directory)
+        check_target(directory)
         if jax.process_count() > 1:
             raise UserError(
                 "save: must run in one process that drives all devices, but this is one of "

@@ -17,7 +17,7 @@ from jaxsp.blocks.config import EXPERTS, LayerConfig, ModelConfig, Rope
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
-from jaxsp.hf import rope_types
+from jaxsp.hf import rope
 from jaxsp.run import config_file
 from jaxsp.run.config_file import Config
 from jaxsp.system import device_mesh
@@ -106,13 +106,7 @@ def expert_model(*, num_layers: int = 2) -> ModelConfig:
 
 def make_rope(head_dim: int, **group: Any) -> Rope:
     """RoPE of a group of rope_parameters."""
-    inputs = rope_types.RopeInputs(
-        group={"rope_type": "default", "rope_theta": 1e4, **group},
-        head_dim=head_dim,
-        max_position_embeddings=None,
-        row_tokens=None,
-    )
-    return rope_types.parse(inputs)
+    return rope.parse({"rope_type": "default", "rope_theta": 1e4, **group}, head_dim=head_dim)
 
 
 def make_config(

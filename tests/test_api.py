@@ -19,7 +19,7 @@ from jaxsp.config import yaml_io
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import model_config, writer
+from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
 from jaxsp.run import build, config_file
 from jaxsp.run import trainer as run_trainer
@@ -44,12 +44,12 @@ STEPS = 3
 
 def make_folder(path, fields=FIELDS):
     """A Hugging Face folder of random weights, with the tokenizer of bytes."""
-    table = decoder.param_table(model_config.parse_model_config(fields, field="fields"))
+    table = decoder.param_table(model_config.parse_model_config(fields))
     rng = np.random.default_rng(3)
     master = jax.tree.map(
         lambda row: rng.normal(0, 0.1, row.stacked_shape).astype(np.float32), table
     )
-    writer.export_model(
+    weights.export_model(
         master,
         table=table,
         fields=fields,

@@ -11,7 +11,7 @@ import transformers
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.hf import model_config, writer
+from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
 from jaxsp.run import build, config_file, trainer
 from tests import batches, messages
@@ -104,8 +104,8 @@ def test_a_model_stops_at_the_end_of_the_turns_that_it_learned(tmp_path, capsys,
     """The base ends documents with </s>; the chats end turns with <|im_end|>."""
     tokenizer = chats.tokenizer()
     fields = batches.SMALL_LLAMA | {"vocab_size": 512}
-    table = decoder.param_table(model_config.parse_model_config(fields, field="model.config"))
-    writer.export_model(
+    table = decoder.param_table(model_config.parse_model_config(fields))
+    weights.export_model(
         jax.tree.map(lambda param: np.ones(param.stacked_shape, np.float32), table),
         table=table,
         fields=fields,

@@ -35,7 +35,7 @@ SMALL = {
 
 def compiled_step(config):
     """The step of a config with a model.config, on as many H100s as its mesh has."""
-    model = model_config.parse_model_config(config.model.config, field="model.config")
+    model = model_config.parse_model_config(config.model.config)
     count = config.mesh.data * config.mesh.seq
     devices = compiled.make_devices("h100-80gb", count)
     return compiled.compile_step(make_spec(config.step, model, devices=devices))
@@ -142,7 +142,7 @@ def test_a_recipe_fits_its_gpus_and_states_its_memory(name):
     config = config_file.load(
         path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"]
     )
-    model = model_config.parse_model_config(config.model.config, field="model.config")
+    model = model_config.parse_model_config(config.model.config)
     if problems := memory_problems.find_problems(config.step, platform="gpu", model=model):
         pytest.skip(problems[0])
     groups = config.mesh.data

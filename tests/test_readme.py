@@ -89,7 +89,7 @@ def test_the_examples_of_sections_of_a_config_are_valid():
     config = config_file.parse(fields)
     assert len(config.data.train) == 3
     assert len(config.optimizer.groups) == 2
-    model = model_config.parse_model_config(config.model.config, field="model.config")
+    model = model_config.parse_model_config(config.model.config)
     assert param_groups.find_problems(config.optimizer, decoder.param_table(model)) == []
 
 

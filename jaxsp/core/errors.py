@@ -66,17 +66,17 @@ def at(name: str, *value: object) -> Iterator[None]:
     `with at("data.train.0.source", "notes.txt"):` names a field and its value, for whatever the
     block raises: `data.train.0.source = notes.txt: is a folder. Name a file.` A problem of
     `.split = x` is that of data.train.0.split. Without a value, the name is a place inside of what
-    an outer `at` names, such as `record 3`.
+    an outer `at` names, such as `record 3`, or what has the field of `.hidden_size = 0`.
     """
     try:
         yield
     except UserError as error:
         if not error.is_named:
             prefix = " = ".join([name, *map(str, value)])
-            section = name.rpartition(".")[0]
-            is_sibling = re.compile(r"\.\w+ = ").match  # and not ../texts.jsonl
+            place = name.rpartition(".")[0] if value else name
+            is_field = re.compile(r"\.\w[^/:]*( = |: )").match  # and not ../texts.jsonl
             error.problems = [
-                f"{section if value and is_sibling(problem) else f'{prefix}: '}{problem}"
+                f"{place if is_field(problem) else f'{prefix}: '}{problem}"
                 for problem in error.problems
             ]
             error.is_named = bool(value)

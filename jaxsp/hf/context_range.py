@@ -8,10 +8,9 @@ them again gives the same fields.
 from typing import Any
 
 from jaxsp.core.errors import UserError
-from jaxsp.hf import rope_forms, rope_types
+from jaxsp.hf import rope
 from jaxsp.hf.model_source import ModelSourceConfig
-from jaxsp.hf.rope_forms import FULL_ATTENTION
-from jaxsp.hf.rope_types import ORIGINAL, PARTIAL, TYPES, RopeSupport
+from jaxsp.hf.rope import FULL_ATTENTION, ORIGINAL, PARTIAL, TYPES, RopeSupport
 
 
 def apply_changes(
@@ -32,7 +31,7 @@ def apply_changes(
     if model.rope is None:
         return fields if positions is None else fields | {"max_position_embeddings": positions}
     groups = resolved["rope_parameters"]
-    is_nested = rope_forms.is_nested(groups, support)
+    is_nested = rope.is_nested(groups, support)
     own = groups[FULL_ATTENTION] if is_nested else groups
     own = {name: value for name, value in own.items() if value is not None}
     own_positions = resolved["max_position_embeddings"]
@@ -45,13 +44,12 @@ def apply_changes(
         elif own["rope_type"] == "linear":
             original = round(own_positions / own["factor"])
     group = _make_group(model, own, original=original, support=support)
-    changed = {name: value for name, value in fields.items() if name not in rope_forms.FIELDS}
+    changed = {name: value for name, value in fields.items() if name not in rope.FIELDS}
     changed["rope_parameters"] = {**groups, FULL_ATTENTION: group} if is_nested else group
     if ORIGINAL in support.outside_fields and ORIGINAL in group:
         changed[ORIGINAL] = group[ORIGINAL]
-    if support.layer_thetas is not None and fields.get(support.layer_thetas) is not None:
-        thetas = fields[support.layer_thetas]
-        changed[support.layer_thetas] = [group["rope_theta"] if theta else 0 for theta in thetas]
+    if thetas := fields.get(rope.LAYER_THETAS):
+        changed[rope.LAYER_THETAS] = [group["rope_theta"] if theta else 0 for theta in thetas]
     if positions is None:
         positions = own_positions
         is_extended = any(getattr(model.rope, name) for name in ("type", "factor", ORIGINAL))
@@ -67,23 +65,23 @@ def _make_group(
 
     Args: own: the model's own group, without nulls.
     """
-    rope = model.rope
-    assert rope is not None, "checked before"
-    type_name = rope.type or own["rope_type"]
-    if rope.type is not None:
+    change = model.rope
+    assert change is not None, "checked before"
+    type_name = change.type or own["rope_type"]
+    if change.type is not None:
         kept = ("rope_theta", PARTIAL, *support.extra_fields)
         own = {name: own[name] for name in kept if name in own}
-    group = {**own, **rope.given_fields(), "rope_type": type_name}
+    group = {**own, **change.given_fields(), "rope_type": type_name}
     group.pop("type", None)
     if ORIGINAL in TYPES[type_name].fields:
         group[ORIGINAL] = original
-    elif type_name == "linear" or rope.original_max_position_embeddings is None:
+    elif type_name == "linear" or change.original_max_position_embeddings is None:
         group.pop(ORIGINAL, None)  # of linear, it determines max_position_embeddings
     needs_factor = type_name in ("yarn", "linear") and "factor" not in group
     if needs_factor:
         group["factor"] = max(1.0, (model.max_position_embeddings or original) / original)
     positions = {"max_position_embeddings": original}
-    problems = rope_types.find_group_problems(group, positions, support, {})
+    problems = rope.find_group_problems(group, positions, support, {})
     if needs_factor and model.max_position_embeddings is None and not problems:
         problems.append(
             "factor: missing. Set it, for example model.rope.factor=4, or set "
@@ -94,16 +92,17 @@ def _make_group(
             "theta: missing. The model has no RoPE to extend: leave model.rope out. To "
             "add RoPE, set it, for example model.rope.theta=500000."
         )
-    if rope.longrope_factors is not None and type_name != "longrope":
+    if change.longrope_factors is not None and type_name != "longrope":
         problems.append(
-            f"longrope_factors = {rope.longrope_factors}: the model's rope_type is "
+            f"longrope_factors = {change.longrope_factors}: the model's rope_type is "
             f"{type_name}, and only longrope has such factors. Leave it out."
         )
     if problems:
         # the fields are called type and theta in model.rope
-        raise UserError(f"model.rope.{problem.removeprefix('rope_')}" for problem in problems)
-    if rope.longrope_factors is not None:
-        divisors = group[f"{rope.longrope_factors}_factor"]
+        named = [f"model.rope.{problem.removeprefix('rope_')}" for problem in problems]
+        raise UserError(named, is_named=True)
+    if change.longrope_factors is not None:
+        divisors = group[f"{change.longrope_factors}_factor"]
         group |= {"short_factor": divisors, "long_factor": divisors}
     return group
 
@@ -143,18 +142,18 @@ def describe_excess(
 
 def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> str:
     """Suggestion of a model.rope that reaches a number of positions."""
-    if rope_forms.find_theta(fields) == rope_forms.NO_ROPE:
+    if rope.find_theta(fields) == rope.NO_THETA:
         return " The model has no RoPE to extend."
     group: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     group = group.get(FULL_ATTENTION) or group  # layers without a window determine the range
-    name = rope_forms.normalize(group).get("rope_type", "default")
+    name = rope.normalize(group).get("rope_type", "default")
     if name == "longrope":
         return ""
     if name in ("linear", "llama3"):
-        factor = rope_types.format_factor(group["factor"] * needed / positions)
+        factor = rope.format_factor(group["factor"] * needed / positions)
         return f" Extend the range with model.rope={{factor: {factor}}}."
     original = positions
     if name == "yarn":
         original = group.get(ORIGINAL, positions)
-    factor = rope_types.format_factor(needed / original)
+    factor = rope.format_factor(needed / original)
     return f" Extend the range with model.rope={{type: yarn, factor: {factor}}}."

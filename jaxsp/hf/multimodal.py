@@ -14,12 +14,13 @@ from typing import Any
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import config_checks
+from jaxsp.hf import config_fields
 from jaxsp.hf.families import (
     FAMILIES,
     MULTIMODAL_FAMILIES,
     Family,
     find_architecture,
+    find_text_family,
 )
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import StoredTensor
@@ -30,6 +31,13 @@ _PREFIXES = {
     "model.language_model.": "model.",  # the modules of transformers 5
 }
 """Prefixes of the text model's tensors, and those of the text model without the other parts."""
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Small files of a multimodal model for images and videos."""
 
 
 def find_family(fields: dict[str, Any]) -> Family | None:
@@ -44,8 +52,8 @@ def is_multimodal(directory: pathlib.Path) -> bool:
     return path.is_file() and find_family(json.loads(path.read_bytes())) is not None
 
 
-def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
-    """Returns the config.json of the text model, and its name in messages.
+def read_text_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of the text model.
 
     The config.json of a text model is returned as it is. In that of a multimodal model, missing
     sizes are transformers' defaults, and special tokens beside text_config replace those in it.
@@ -54,26 +62,25 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
     """
     family = find_family(fields)
     if family is None:
-        return fields, path
+        return fields
     import transformers
 
     outer = {name: value for name, value in fields.items() if value is not None}
     defaults = transformers.AutoConfig.for_model(outer["model_type"]).to_dict()
-    problems = config_checks.find_multimodal_problems(outer, family, defaults, path)
+    problems = config_fields.find_multimodal_problems(outer, defaults)
     architecture = find_architecture(outer["model_type"])
-    path = f"{path}.text_config"
     text = outer.get("text_config")
     if not isinstance(text, dict):
-        problem = f"{path} = {format_value(text)}: must be a group of fields."
+        problem = f".text_config = {format_value(text)}: must be a group of fields."
         raise UserError([*problems, problem])
     text_type = text.get("model_type") or family.text_types[0]
     if text_type not in family.text_types:
         problems.append(
-            f"{path}.model_type = {format_value(text_type)}: is not implemented in "
+            f".text_config.model_type = {format_value(text_type)}: is not implemented in "
             f"{architecture}. Use {errors.format_choices(family.text_types)}."
         )
     problems += [
-        f"{path}.{name} = {format_value(text[name])}: is not implemented: "
+        f".text_config.{name} = {format_value(text[name])}: is not implemented: "
         f"{architecture} ignores it, and the exported text model would use it. "
         "Write null, or leave it out."
         for name in family.unused_text_fields
@@ -81,8 +88,12 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
     ]
     if problems:
         raise UserError(problems)
-    text = text | {"model_type": text_type}
-    text |= {name: outer[name] for name in config_checks.TOKEN_ID_FIELDS if name in outer}
+    # transformers' defaults of the sizes that it lacks (Gemma 3 4B: the heads)
+    defaults = transformers.AutoConfig.for_model(text_type).to_dict()
+    required = config_fields.list_required_sizes(text_type)
+    sizes = {name: defaults[name] for name in (*required, "max_position_embeddings")}
+    text = sizes | text | {"model_type": text_type}
+    text |= {name: outer[name] for name in config_fields.TOKEN_ID_FIELDS if name in outer}
     # Embedding and head are tied only if neither config has false. transformers 4 reads that of
     # text_config. transformers 5 reads the outer one, with the default true, and saves it, but it
     # does not tie a stored head that differs from the embedding. In its copies of Ministral 3 8B,
@@ -90,11 +101,7 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
     tie = "tie_word_embeddings"
     if tie in outer and (outer[tie] is False or text.get(tie) is None):
         text[tie] = outer[tie]
-    # transformers' defaults of the sizes that it lacks (Gemma 3 4B: the heads)
-    defaults = transformers.AutoConfig.for_model(text["model_type"]).to_dict()
-    required = config_checks.list_required_sizes(text["model_type"])
-    sizes = {name: defaults[name] for name in (*required, "max_position_embeddings")}
-    return sizes | text, path
+    return text
 
 
 def select_tensors(
@@ -109,14 +116,14 @@ def select_tensors(
     Raises: UserError if two tensors have the same name in the export.
     """
     multimodal = find_family(fields)
-    text = FAMILIES.get(str(fields.get("model_type")), Family())
+    text = find_text_family(fields)
     other_parts = {*(multimodal or text).other_parts}
     if text.extra_layers_field is not None:
         first = fields["num_hidden_layers"]
         given = fields.get(text.extra_layers_field)
         num_extra = 1 if given is None else given
         other_parts |= {f"layers.{layer}" for layer in range(first, first + num_extra)}
-    prefixes = () if multimodal is None else tuple(_PREFIXES)
+    prefixes = {} if multimodal is None else _PREFIXES
     selected: dict[str, StoredTensor] = {}
     left_out: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
@@ -124,7 +131,7 @@ def select_tensors(
             left_out[name] = tensor
             continue
         prefix = next(filter(name.startswith, prefixes), "")
-        text_name = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        text_name = prefixes.get(prefix, "") + name.removeprefix(prefix)
         text_name = ".".join(text.stored_names.get(part, part) for part in text_name.split("."))
         if text_name in selected:
             raise UserError(
@@ -150,14 +157,6 @@ def describe_left_out(names: Iterable[str], fields: dict[str, Any]) -> str:
     return f"{start}without {len(parts):,} tensors of {' and '.join(sorted({*parts}))}"
 
 
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-"""Small files of a multimodal model for images and videos."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OtherParts:
     """All of a multimodal checkpoint except the weights of its text model."""
@@ -175,7 +174,7 @@ class OtherParts:
         """
         fields = self.source.config_fields
         shared = ["dtype", "torch_dtype", "architectures", "tie_word_embeddings"]
-        shared += [name for name in config_checks.TOKEN_ID_FIELDS if name in fields]
+        shared += [name for name in config_fields.TOKEN_ID_FIELDS if name in fields]
         text_config = {name: value for name, value in text.items() if name != "architectures"}
         outer = {name: text[name] for name in shared if name in text}
         return {**fields, **outer, "text_config": text_config}

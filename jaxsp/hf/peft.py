@@ -18,7 +18,7 @@ from jaxsp.config import json_values
 from jaxsp.config.json_values import POSITIVE, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.hf import folder, tensors, weights, writer
+from jaxsp.hf import folder, tensors, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.weights import WeightReader, is_same_tensor
 from jaxsp.model import adapters, decoder
@@ -33,7 +33,6 @@ _PREFIX = "base_model.model."
 
 _TEXT_PREFIX = "model.language_model."
 """Beginning of these names in a multimodal model, where a text model has `model.`."""
-
 
 _SCORE = decoder.SCORE_NAME.rpartition(".")[0]
 
@@ -211,26 +210,47 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
         return tuple(projections)
     is_target = _make_matcher(targets)
     is_excluded = _make_matcher(fields.get("exclude_modules"))
-    chosen_layers = fields.get("layers_to_transform")
-    if isinstance(chosen_layers, int):
-        chosen_layers = [chosen_layers]
+    chosen = fields.get("layers_to_transform")
+    chosen = [chosen] if isinstance(chosen, int) else chosen
 
     def is_adapted(projection: str, layer: int) -> bool:
         names = _find_names(projection, layer)
-        is_chosen = not chosen_layers or layer in chosen_layers
+        is_chosen = not chosen or layer in chosen
         return is_chosen and any(map(is_target, names)) and not any(map(is_excluded, names))
 
-    found = [
-        projection
-        for projection, numbers in projections.items()
-        if _is_in_all("target_modules", projection, [is_adapted(projection, n) for n in numbers])
-    ]
+    found = _select("target_modules", projections, is_adapted)
     if not found and not fields.get("target_parameters"):
         raise UserError(
             f"target_modules = {format_value(targets)}: matches no projection of the model "
             f"({', '.join(projections)})."
         )
-    return tuple(found)
+    return found
+
+
+def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
+    """Tensors of experts that PEFT adapts.
+
+    Raises: UserError for names of others, and for a tensor that it adapts in some layers.
+    """
+    patterns = fields.get("target_parameters") or ()
+    numbers = tuple(n for n, layer in enumerate(model.layers) if layer.feed_forward == EXPERTS)
+    matched: set[str] = set()
+
+    def is_adapted(parameter: str, layer: int) -> bool:
+        names = _find_names(parameter, layer)
+        found = {x for x in patterns if any(map(_make_matcher([x]), names))}
+        matched.update(found)
+        return bool(found)
+
+    offered = adapters.list_parameters(model)
+    selected = _select("target_parameters", dict.fromkeys(offered, numbers), is_adapted)
+    others = [name for name in patterns if name not in matched]
+    if others:
+        raise UserError(
+            f"target_parameters = {format_value(others)}: only experts' matrices of the model are "
+            f"supported ({', '.join(offered) or 'it has no experts'})."
+        )
+    return selected
 
 
 def _make_matcher(patterns: str | list[str] | None) -> Callable[[str], bool]:
@@ -247,40 +267,20 @@ def _make_matcher(patterns: str | list[str] | None) -> Callable[[str], bool]:
     return lambda name: compiled.fullmatch(name) is not None
 
 
-def _is_in_all(field: str, name: str, is_adapted: list[bool]) -> bool:
-    """True if all layers have an adapter, False if none has. Raises: UserError if some have."""
-    if any(is_adapted) != all(is_adapted):
-        raise UserError(
-            f"{field}: {name} has an adapter in {sum(is_adapted)} of {len(is_adapted)} layers "
-            "that have it; it must be in all or none."
-        )
-    return all(is_adapted)
-
-
-def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
-    """Tensors of experts that PEFT adapts.
-
-    Raises: UserError for names of others, and for a tensor that it adapts in some layers.
-    """
-    names = fields.get("target_parameters") or ()
-    numbers = [n for n, layer in enumerate(model.layers) if layer.feed_forward == EXPERTS]
-    matched: set[str] = set()
+def _select(
+    field: str, layers_of: dict[str, tuple[int, ...]], is_adapted: Callable[[str, int], bool]
+) -> tuple[str, ...]:
+    """Names that have an adapter in all of their layers. Raises: UserError if only some have."""
     found = []
-    for parameter in adapters.list_parameters(model):
-        of_layers = [
-            {n for n in names for f in _find_names(parameter, layer) if f".{f}".endswith(f".{n}")}
-            for layer in numbers
-        ]
-        matched.update(*of_layers)
-        if _is_in_all("target_parameters", parameter, list(map(bool, of_layers))):
-            found.append(parameter)
-    others = [name for name in names if name not in matched]
-    if others:
-        offered = ", ".join(adapters.list_parameters(model)) or "it has no experts"
-        raise UserError(
-            f"target_parameters = {format_value(others)}: only experts' matrices of the model are "
-            f"supported ({offered})."
-        )
+    for name, numbers in layers_of.items():
+        count = sum(is_adapted(name, number) for number in numbers)
+        if 0 < count < len(numbers):
+            raise UserError(
+                f"{field}: {name} has an adapter in {count} of {len(numbers)} layers that have it; "
+                "it must be in all or none."
+            )
+        if count:
+            found.append(name)
     return tuple(found)
 
 
@@ -321,7 +321,7 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
             (misshapen, "tensors of another shape than the model's:", suggestion),
         )
         read = {name: stored[name] for name in shapes}
-        reader = WeightReader(source=source, tensors=read, left_out="")
+        reader = WeightReader(source=source, tensors=read)
         embedding = SAVED_MODULES["embed_tokens"]
         has_copy = head in stored and head not in shapes
         if has_copy and not is_same_tensor(reader, stored[head], stored[embedding]):
@@ -339,7 +339,7 @@ def _add_text_prefix(name: str) -> str:
 
 
 def save_adapter(
-    weights: layers.Weights,
+    trained: layers.Weights,
     *,
     table: layers.Weights,
     adapter: AdapterConfig,
@@ -352,7 +352,7 @@ def save_adapter(
     """Writes a folder that `peft.PeftModel` loads; it appears under its name when it is complete.
 
     Args:
-        weights: the trained weights, float32, in the structure of `table`.
+        trained: the trained weights, float32, in the structure of `table`.
         adapter: resolved section of the config.
         base: name or folder of the base model, for `base_model_name_or_path`.
         is_multimodal: True if the base has the text model beside other parts.
@@ -362,7 +362,7 @@ def save_adapter(
     lora = model.lora
     assert lora is not None, "the model has adapters"
     saved: list[str] = [*adapter.modules_to_save]
-    named = writer.list_tensors(weights, table, "float32")
+    named = weights.list_tensors(trained, table, "float32")
     is_tied = model.tie_embeddings and SAVED_MODULES["embed_tokens"] in named
     if is_tied:
         # PEFT would leave the head as it was: it copies the modules that it trains. Versions before
@@ -395,10 +395,10 @@ def save_adapter(
         "modules_to_save": saved or None,
         "ensure_weight_tying": is_tied,
     }
-    with writer.create_folder(directory) as target:
-        writer.write_json(target / CONFIG_FILE, config)
+    with weights.create_folder(directory) as target:
+        weights.write_json(target / CONFIG_FILE, config)
         if small_files is not None:
             exclude = ("config.json", "generation_config.json")
             folder.copy_small_files(small_files, target, exclude=exclude)
         prefixed = {f"{_PREFIX}{name}": tensor for name, tensor in named.items()}
-        writer.write_file(target / WEIGHTS_FILE, prefixed)
+        weights.write_file(target / WEIGHTS_FILE, prefixed)

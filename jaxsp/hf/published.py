@@ -12,7 +12,7 @@ from typing import Any
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import yaml_io
 from jaxsp.core import errors
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import HubError
 from jaxsp.hf.model_source import ModelSourceConfig
@@ -75,7 +75,7 @@ def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> Mo
     published = None
     note = ""
     try:
-        fields, field = model_config.read_fields(model, deadline_s=DEADLINE_S)
+        fields, where = model_config.read_fields(model, deadline_s=DEADLINE_S)
     except HubError as error:
         published = read_models().get(name)
         if published is None and folder.has_parent(name):
@@ -85,7 +85,9 @@ def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> Mo
             near = errors.did_you_mean(name, read_models())
             raise UserError(f"{problem}{near} Give a folder with its config.json.") from None
         note = f"PUBLISHED SIZES of {name}, because {error.reason}; {published.source}"
-        field = f"published sizes of {name}"
-        fields = model_config.resolve_fields(published.fields, model, field=field)
-    sizes = model_config.parse_model_config(fields, field=field, row_tokens=row_tokens)
+        where = f"published sizes of {name}"
+        with at(where):
+            fields = model_config.resolve_fields(published.fields, model)
+    with at(where):
+        sizes = model_config.parse_model_config(fields, row_tokens=row_tokens)
     return ModelSizes(model=sizes, fields=fields, published=published, note=note)

@@ -1,17 +1,17 @@
-"""Tensors in safetensors files: headers and slices.
+"""Tensors in safetensors files, and the tensors of a model as views of them.
 
 A file is opened anew for every read. Pages of a mapped file count as memory of the process until it
 is closed, and a file that is truncated while it is mapped kills the process (SIGBUS). Opening takes
 about 1 ms for 400 tensors, and checks the header again.
 """
 
-import abc
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,32 +31,21 @@ DTYPES = ("F32", "F16", "BF16")
 _BYTES = "U8"
 """dtype of the parts of tensors in MXFP4."""
 
+_WHOLE = slice(None)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorView(abc.ABC):
-    """A tensor of a model, which is made of slices of stored tensors."""
+class StoredTensor:
+    """A tensor in a file."""
 
     dtype: str
     """Name in safetensors."""
     shape: tuple[int, ...]
-
-    @abc.abstractmethod
-    def list_stored(self) -> "tuple[StoredTensor, ...]":
-        """Stored tensors that this tensor is made of."""
-
-    @abc.abstractmethod
-    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
-        """Returns a slice, float32. Args: read: see `open_files`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredTensor(TensorView):
-    """A tensor in a file."""
-
     file: pathlib.Path
     name: str
 
-    def list_stored(self) -> "tuple[StoredTensor, ...]":
+    @property
+    def parts(self) -> "tuple[StoredTensor, ...]":
         return (self,)
 
     def read(self, index: Index, read: ReadSlice) -> np.ndarray:
@@ -75,79 +64,117 @@ class StoredTensor(TensorView):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredRows(TensorView):
-    """A tensor whose rows are some of those of other tensors, concatenated along the rows."""
+class TensorView:
+    """A tensor of a model that is made of slices of stored tensors."""
 
+    dtype: str
+    """Name in safetensors. It is one that jaxsp does not read if a part has such a dtype."""
+    shape: tuple[int, ...]
     parts: tuple[StoredTensor, ...]
-    first: int
-    """Number of the first row, counted from the first row of the first part."""
-
-    def list_stored(self) -> tuple[StoredTensor, ...]:
-        return self.parts
-
-    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
-        rows, *others = index
-        start, stop, _ = rows.indices(self.shape[0])
-        start += self.first
-        stop += self.first
-        arrays = []
-        for part in self.parts:
-            arrays.append(read(part, (slice(max(start, 0), max(stop, 0)), *others)))
-            start -= part.shape[0]
-            stop -= part.shape[0]
-        return np.concatenate(arrays)
+    """Stored tensors that this tensor is made of."""
+    read: Callable[[Index, ReadSlice], np.ndarray]
+    """Function that returns a slice, float32. Its second argument is that of `open_files`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredExpert(TensorView):
-    """The matrix of one expert: some rows of a tensor [experts, rows, columns]."""
-
-    whole: TensorView
-    expert: int
-    first: int
-    """Number of the first row."""
-
-    def list_stored(self) -> tuple[StoredTensor, ...]:
-        return self.whole.list_stored()
-
-    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
-        start, stop, _ = index[0].indices(self.shape[0])
-        rows = slice(self.first + start, self.first + stop)
-        return self.whole.read((slice(self.expert, self.expert + 1), rows, index[1]), read)[0]
+Tensor = StoredTensor | TensorView
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mxfp4Matrices(TensorView):
-    """Matrices [experts, columns, rows] that are stored in MXFP4: numbers of 4 bits, and a factor
-    for each 32 of a row, which is a power of two.
+def make_views(
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    divided: Mapping[str, tuple[str, ...]],
+) -> dict[str, Tensor]:
+    """Returns the tensors of a model in place of stored ones that are fused, divided or quantized.
 
-    Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
+    Others, and those that do not fit the model, are returned as they are.
+
+    Args:
+        shapes: those of the model's tensors.
+        divided: `families.Family.divided_tensors`.
     """
+    views: dict[str, Tensor] = {**stored}
+    for whole, modules in divided.items():
+        for name in shapes:
+            if name.endswith(f"{modules[0]}.weight"):
+                prefix = name.removesuffix(f"{modules[0]}.weight")
+                names = [f"{prefix}{module}.weight" for module in modules]
+                _divide_rows(views, names, f"{prefix}{whole}.weight", shapes)
+    for name in stored:
+        prefix, _, kind = name.rpartition("mlp.experts.")
+        if kind in _FUSED and f"{prefix}mlp.experts.0.down_proj.weight" in shapes:
+            _split_experts(views, name)
+        elif name.endswith("_blocks"):
+            _dequantize(views, name.removesuffix("_blocks"))
+    return views
 
-    blocks: StoredTensor
-    """Two numbers in a byte, the first in the lower bits: [experts, rows, groups, 16]."""
-    scales: StoredTensor
-    """Exponents of the factors plus 127: [experts, rows, groups]."""
 
-    def list_stored(self) -> tuple[StoredTensor, ...]:
-        return self.blocks, self.scales
+def _divide_rows(
+    views: dict[str, Tensor],
+    names: list[str],
+    whole: str,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Divides rows as in a model that files divide at other places, or not at all."""
+    given = [name for name in (*names, whole) if name in views]
+    parts = tuple(part for name in given for part in views[name].parts)
+    row_shapes = {part.shape[1:] for part in parts} | {shapes[name][1:] for name in names}
+    num_rows = sum(shapes[name][0] for name in names)
+    if len(row_shapes) > 1 or sum(part.shape[0] for part in parts) != num_rows:
+        return  # named as missing, surplus or of another shape
+    for name in given:
+        del views[name]
+    dtype = min((part.dtype for part in parts), key=lambda dtype: dtype in DTYPES)
+    first = 0
+    for name in names:
+        rows = slice(first, first + shapes[name][0])
+        read = functools.partial(_read_rows, parts, rows)
+        views[name] = TensorView(dtype=dtype, shape=shapes[name], parts=parts, read=read)
+        first = rows.stop
 
-    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
-        experts, columns, rows = index
-        start, stop, _ = columns.indices(self.shape[1])
-        groups = slice(start // _MXFP4_GROUP, -(-stop // _MXFP4_GROUP))
-        blocks = read(self.blocks, (experts, rows, groups, slice(None)))
-        scales = read(self.scales, (experts, rows, groups))
-        num_experts, num_rows, num_groups = scales.shape
-        before = groups.start * _MXFP4_GROUP
-        matrices = np.empty((num_experts, max(stop - start, 0), num_rows), np.float32)
-        for expert in range(num_experts):  # one after another: temporary arrays are large
-            codes = np.stack([blocks[expert] & 15, blocks[expert] >> 4], axis=-1)
-            numbers = _FP4_NUMBERS[codes.reshape(num_rows, num_groups, _MXFP4_GROUP)]
-            values = np.ldexp(numbers, scales[expert][..., None].astype(np.int32) - 127)
-            flat = values.reshape(num_rows, num_groups * _MXFP4_GROUP)
-            matrices[expert] = flat[:, start - before : stop - before].T
-        return matrices
+
+def _read_rows(
+    parts: tuple[StoredTensor, ...], rows: slice, index: Index, read: ReadSlice
+) -> np.ndarray:
+    """Rows of all parts below each other, which are small."""
+    whole = [read(part, len(part.shape) * (_WHOLE,)) for part in parts]
+    return np.concatenate(whole)[rows][index]
+
+
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensors with the matrices of all experts, and the modules of each expert that they have, below
+each other. transformers has such tensors in memory, and so have the files of Qwen3.5."""
+
+
+def _split_experts(views: dict[str, Tensor], name: str) -> None:
+    """Divides a tensor with the matrices of all experts, where the model has one for each."""
+    whole = views[name]
+    prefix, _, kind = name.rpartition(".")
+    modules = _FUSED[kind]
+    if len(whole.shape) != 3 or whole.shape[1] % len(modules):
+        return  # named as surplus
+    num_experts, num_rows, num_columns = whole.shape
+    count = num_rows // len(modules)
+    experts = {
+        f"{prefix}.{expert}.{module}.weight": TensorView(
+            dtype=whole.dtype,
+            shape=(count, num_columns),
+            parts=whole.parts,
+            read=functools.partial(_read_expert, whole, expert, range(num_rows)[start:][:count]),
+        )
+        for expert in range(num_experts)
+        for module, start in zip(modules, range(0, num_rows, count), strict=True)
+    }
+    if not experts.keys() & views.keys():
+        del views[name]
+        views |= experts
+
+
+def _read_expert(
+    whole: Tensor, expert: int, rows: range, index: Index, read: ReadSlice
+) -> np.ndarray:
+    """Rows of the matrix of one expert, of a tensor [experts, rows, columns]."""
+    span = rows[index[0]]
+    return whole.read((slice(expert, expert + 1), slice(span.start, span.stop), index[1]), read)[0]
 
 
 _MXFP4_GROUP = 32
@@ -158,107 +185,49 @@ _FP4_NUMBERS = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
 """Numbers of 4 bits: a sign, two bits of the exponent, and one of the mantissa."""
 
 
-def dequantize(
-    views: Mapping[str, TensorView], stored: Mapping[str, StoredTensor]
-) -> dict[str, TensorView]:
-    """Returns matrices in place of those stored tensors that are in MXFP4; others as they are."""
-    views = {**views}
-    for blocks_name, blocks in stored.items():
-        name = blocks_name.removesuffix("_blocks")
-        scales = stored.get(f"{name}_scales")
-        if name == blocks_name or name in stored or scales is None:
-            continue
-        is_mxfp4 = blocks.dtype == scales.dtype == _BYTES and len(blocks.shape) == 4
-        if not is_mxfp4 or blocks.shape != (*scales.shape, _MXFP4_GROUP // 2):
-            continue  # named as surplus
-        num_experts, num_rows, num_groups = scales.shape
-        del views[blocks_name]
-        del views[f"{name}_scales"]
-        views[name] = Mxfp4Matrices(
-            dtype="BF16",  # which holds all products of numbers and factors
-            shape=(num_experts, num_groups * _MXFP4_GROUP, num_rows),
-            blocks=blocks,
-            scales=scales,
-        )
-    return views
+def _dequantize(views: dict[str, Tensor], name: str) -> None:
+    """Puts matrices in place of their two stored parts, if these are in MXFP4."""
+    blocks = views[f"{name}_blocks"]
+    scales = views.get(f"{name}_scales")
+    if name in views or scales is None or not blocks.dtype == scales.dtype == _BYTES:
+        return  # named as surplus
+    if len(scales.shape) != 3 or blocks.shape != (*scales.shape, _MXFP4_GROUP // 2):
+        return
+    num_experts, num_rows, num_groups = scales.shape
+    del views[f"{name}_blocks"], views[f"{name}_scales"]
+    views[name] = TensorView(
+        dtype="BF16",  # which holds all products of numbers and factors
+        shape=(num_experts, num_groups * _MXFP4_GROUP, num_rows),
+        parts=(*blocks.parts, *scales.parts),
+        read=functools.partial(_read_mxfp4, blocks, scales),
+    )
 
 
-FUSED_EXPERTS = {
-    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
-    "mlp.experts.down_proj": ("down_proj",),
-}
-"""Names of tensors with the matrices of all experts, and the modules of each expert that they have,
-below each other. transformers has such tensors in memory, and so have the files of Qwen3.5."""
+def _read_mxfp4(blocks: Tensor, scales: Tensor, index: Index, read: ReadSlice) -> np.ndarray:
+    """Matrices [experts, columns, rows] that are stored in MXFP4: numbers of 4 bits, and a factor
+    for each 32 of a row, which is a power of two.
 
+    Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
 
-def fused_names(shapes: Iterable[str]) -> dict[str, str]:
-    """Names of tensors with the matrices of all experts, and the beginnings of these names.
-
-    Args: shapes: names of the model's tensors, which has a matrix for each expert.
+    Args:
+        blocks: two numbers in a byte, the first in the lower bits: [experts, rows, groups, 16].
+        scales: exponents of the factors plus 127: [experts, rows, groups].
     """
-    first = "mlp.experts.0.down_proj.weight"
-    prefixes = [name.removesuffix(first) for name in shapes if name.endswith(first)]
-    return {prefix + name: prefix for prefix in prefixes for name in FUSED_EXPERTS}
-
-
-def split_experts(
-    stored: Mapping[str, TensorView], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, TensorView]:
-    """Returns a matrix for each expert, where the model has those; other tensors as they are."""
-    views = {**stored}
-    for name, prefix in fused_names(shapes).items():
-        if name not in stored or len(stored[name].shape) != 3:
-            continue
-        modules = FUSED_EXPERTS[name.removeprefix(prefix)]
-        num_experts, num_rows, num_columns = stored[name].shape
-        count = num_rows // len(modules)
-        parts = {
-            f"{prefix}mlp.experts.{expert}.{module}.weight": StoredExpert(
-                dtype=stored[name].dtype,
-                shape=(count, num_columns),
-                whole=stored[name],
-                expert=expert,
-                first=number * count,
-            )
-            for expert in range(num_experts)
-            for number, module in enumerate(modules)
-        }
-        if count * len(modules) == num_rows and not parts.keys() & stored.keys():
-            del views[name]  # otherwise it is named as surplus
-            views |= parts
-    return views
-
-
-def divide_rows(
-    stored: Mapping[str, StoredTensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    divided: Mapping[str, tuple[str, ...]],
-) -> dict[str, TensorView]:
-    """Returns tensors whose rows are divided as in a model; others as they are.
-
-    Args: divided: `families.Family.divided_tensors`.
-    """
-    result: dict[str, TensorView] = {**stored}
-    for whole, modules in divided.items():
-        ends = [f"{module}.weight" for module in modules]
-        for prefix in [x.removesuffix(ends[0]) for x in shapes if x.endswith(ends[0])]:
-            names = [prefix + end for end in ends]
-            given = [x for x in (*names, f"{prefix}{whole}.weight") if x in stored]
-            parts = tuple(stored[name] for name in given)
-            row_shapes = {part.shape[1:] for part in parts} | {shapes[x][1:] for x in names}
-            num_rows = sum(shapes[name][0] for name in names)
-            if len(row_shapes) > 1 or sum(part.shape[0] for part in parts) != num_rows:
-                continue  # named as missing, surplus or of another shape
-            for name in given:
-                del result[name]
-            # One that jaxsp does not read, if there is one
-            dtype = min((part.dtype for part in parts), key=lambda dtype: dtype in DTYPES)
-            first = 0
-            for name in names:
-                shape = shapes[name]
-                result[name] = StoredRows(dtype=dtype, shape=shape, parts=parts, first=first)
-                first += shape[0]
-    return result
+    experts, columns, rows = index
+    start, stop, _ = columns.indices(scales.shape[2] * _MXFP4_GROUP)
+    groups = slice(start // _MXFP4_GROUP, -(-stop // _MXFP4_GROUP))
+    codes = blocks.read((experts, rows, groups, _WHOLE), read)
+    exponents = scales.read((experts, rows, groups), read)
+    num_experts, num_rows, num_groups = exponents.shape
+    before = groups.start * _MXFP4_GROUP
+    matrices = np.empty((num_experts, max(stop - start, 0), num_rows), np.float32)
+    for expert in range(num_experts):  # one after another: temporary arrays are large
+        pairs = np.stack([codes[expert] & 15, codes[expert] >> 4], axis=-1)
+        numbers = _FP4_NUMBERS[pairs.reshape(num_rows, num_groups, _MXFP4_GROUP)]
+        values = np.ldexp(numbers, exponents[expert][..., None].astype(np.int32) - 127)
+        flat = values.reshape(num_rows, num_groups * _MXFP4_GROUP)
+        matrices[expert] = flat[:, start - before : stop - before].T
+    return matrices
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
@@ -287,18 +256,16 @@ def open_files() -> Iterator[ReadSlice]:
                 files.clear()
                 opened.close()
                 files[tensor.file] = opened.enter_context(_open(tensor.file))
-            return _read_slice(files[tensor.file], tensor, index)
+            spans = [range(size)[part] for part, size in zip(index, tensor.shape, strict=True)]
+            shape = [len(span) for span in spans]
+            dtype = np.uint8 if tensor.dtype == _BYTES else np.float32
+            if 0 in shape:  # safetensors refuses an empty slice at the end of a dim
+                return np.zeros(shape, dtype)
+            stored = files[tensor.file].get_slice(tensor.name)
+            part = stored[tuple(slice(span.start, span.stop) for span in spans)]
+            return part.astype(dtype, copy=False)
 
         yield read
-
-
-def _read_slice(file: Any, tensor: StoredTensor, index: Index) -> np.ndarray:
-    spans = [range(*part.indices(size)) for part, size in zip(index, tensor.shape, strict=True)]
-    shape = [len(span) for span in spans]
-    if 0 in shape:  # safetensors refuses an empty slice at the end of a dim
-        return np.zeros(shape, np.uint8 if tensor.dtype == _BYTES else np.float32)
-    part = file.get_slice(tensor.name)[tuple(slice(span.start, span.stop) for span in spans)]
-    return part if tensor.dtype == _BYTES else part.astype(np.float32, copy=False)
 
 
 @contextlib.contextmanager

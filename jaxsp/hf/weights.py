@@ -1,26 +1,40 @@
-"""Weights of a Hugging Face folder, checked before any of them is read."""
+"""Import and export of a model's weights in Hugging Face's files, by the parameter table.
 
+All tensors are checked before any of them is read. A folder is written completely or not at all.
+"""
+
+import contextlib
 import dataclasses
+import functools
 import json
+import math
 import pathlib
+import secrets
 import shlex
-from collections.abc import Mapping
-from typing import Any
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import huggingface_hub
 import jax
+import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.hf import folder, multimodal, tensors
-from jaxsp.hf.families import FAMILIES, Family
+from jaxsp.hf import folder, model_config, multimodal, tensors, token_ids
+from jaxsp.hf.families import FAMILIES, find_text_family
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.multimodal import PROCESSOR_FILES, OtherParts
-from jaxsp.hf.tensors import Index, StoredTensor, TensorView
+from jaxsp.hf.tensors import Index, StoredTensor, Tensor
 from jaxsp.model import decoder
+
+if TYPE_CHECKING:
+    import transformers
 
 _SINGLE_FILE = "model.safetensors"
 
@@ -43,8 +57,8 @@ class WeightReader:
     """All tensors of a model, in files whose headers were checked."""
 
     source: ModelFolder
-    tensors: Mapping[str, TensorView]
-    left_out: str
+    tensors: Mapping[str, Tensor]
+    left_out: str = ""
     """Description of `other_tensors`; empty if there are none."""
     other_tensors: dict[str, StoredTensor] = dataclasses.field(default_factory=dict)
     """Tensors of parts that are not trained, by their names in the files."""
@@ -73,8 +87,7 @@ class WeightReader:
             matrix = matrix[::-1]
         if param.has_tensor_per_expert:
             chosen = views[experts[0]]
-            with at(self.source.field, self.source.source), tensors.open_files() as read:
-                parts = [view.read(matrix, read) for view in chosen or views[:1]]
+            parts = self.read_slices(chosen or views[:1], matrix)
             array = np.stack(parts)[: len(chosen)]  # an empty stack has the matrix's shape too
         else:
             array = self.read_slice(views[0], (*experts, *matrix))
@@ -84,14 +97,18 @@ class WeightReader:
             return array
         return array.take(numbers - first, axis=num_stacked)
 
+    def read_slices(self, views: list[Tensor], index: Index) -> list[np.ndarray]:
+        """Returns a slice of each of several tensors, like `read`."""
+        with at(self.source.field, self.source.source), tensors.open_files() as read:
+            return [view.read(index, read) for view in views]
+
+    def read_slice(self, view: Tensor, index: Index) -> np.ndarray:
+        """Returns a slice of any tensor, like `read`."""
+        return self.read_slices([view], index)[0]
+
     def list_files(self) -> list[pathlib.Path]:
         """Files that the tensors are in."""
-        return sorted({part.file for view in self.tensors.values() for part in view.list_stored()})
-
-    def read_slice(self, tensor: TensorView, index: Index) -> np.ndarray:
-        """Returns a slice of any tensor, like `read`."""
-        with at(self.source.field, self.source.source), tensors.open_files() as read:
-            return tensor.read(index, read)
+        return sorted({part.file for view in self.tensors.values() for part in view.parts})
 
 
 def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
@@ -106,7 +123,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     with at(source.field, source.source):
         stored, others = multimodal.select_tensors(_read_headers(source), source.config_fields)
         shapes = tensor_shapes(table)
-        stored = _rename(stored, {*shapes, *tensors.fused_names(shapes), _HEAD_NAME})
+        stored = _rename(stored, shapes)
         embedding_name = table["embedding"].hf_name
         head = None
         left_out = multimodal.describe_left_out(others, source.config_fields)
@@ -119,16 +136,11 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         elif "head" not in table and _HEAD_NAME in stored:
             head = stored.pop(_HEAD_NAME)
             stored.setdefault(embedding_name, head)
-        family = FAMILIES.get(str(source.config_fields.get("model_type")), Family())
-        views = tensors.divide_rows(stored, shapes, family.divided_tensors)
-        views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
+        divided = find_text_family(source.config_fields).divided_tensors
+        views = tensors.make_views(stored, shapes, divided)
         _check_tensors(views, shapes, source)
-        reader = WeightReader(
-            source=source,
-            tensors={name: views[name] for name in shapes},
-            left_out=left_out,
-            other_tensors=others,
-        )
+        views = {name: views[name] for name in shapes}
+        reader = WeightReader(source=source, tensors=views, left_out=left_out, other_tensors=others)
         if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
             raise UserError(
                 f"{_HEAD_NAME} must equal {embedding_name}, because config.json has "
@@ -153,21 +165,24 @@ def open_other_parts(source: ModelFolder, model: ModelConfig) -> OtherParts:
     reader = open_folder(source, decoder.plain_table(model))
     source.download_files(PROCESSOR_FILES)
     # no family with other parts has divided tensors
-    text_names = {name: view.list_stored()[0].name for name, view in reader.tensors.items()}
+    text_names = {name: view.parts[0].name for name, view in reader.tensors.items()}
     return OtherParts(source=source, text_names=text_names, tensors=reader.other_tensors)
 
 
-def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, StoredTensor]:
+def _rename(
+    stored: dict[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, StoredTensor]:
     """Returns tensors under a model's names, also where AutoModel, torch.compile or DDP saved them.
 
     AutoModel leaves out `model.`; the others put a prefix of their own before it.
     """
-    renamed = {}
-    for name, tensor in stored.items():
-        candidates = (f"model.{name}", *(name.removeprefix(prefix) for prefix in _WRAPPERS))
-        new_names = [each for each in candidates if each in names and each not in stored]
-        renamed[new_names[0] if new_names and name not in names else name] = tensor
-    return renamed
+    for wrapper in _WRAPPERS:
+        if all(name.startswith(wrapper) for name in stored):
+            stored = {name.removeprefix(wrapper): tensor for name, tensor in stored.items()}
+    if "embed_tokens.weight" not in stored:
+        return stored
+    own_names = {_HEAD_NAME, *shapes}
+    return {x if x in own_names else f"model.{x}": tensor for x, tensor in stored.items()}
 
 
 def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
@@ -175,14 +190,15 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
 
     Raises: UserError for files that are missing, damaged, or different from the index.
     """
+    index_file = folder.INDEX_FILE
     weight_map: Any = {}
-    if (source.path / folder.INDEX_FILE).is_file():
-        weight_map = folder.read_json(source.path / folder.INDEX_FILE).get("weight_map")
+    if (source.path / index_file).is_file():
+        weight_map = folder.read_json(source.path / index_file).get("weight_map")
         paths = weight_map.values() if isinstance(weight_map, dict) else [None]
         if not all(isinstance(path, str) and pathlib.PurePath(path).name == path for path in paths):
             raise UserError(
-                f"{folder.INDEX_FILE} must have a weight_map with the file of each tensor. "
-                "Download it again."
+                f"{index_file} must have a weight_map with the file of each tensor. Download it "
+                "again."
             )
     files = sorted(set(weight_map.values()))
     source.download_files([_SINGLE_FILE, *files])
@@ -190,40 +206,43 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
     if not has_index:
         files = [_SINGLE_FILE]
     if not files:
-        problem = f"{source.path} contains no {_SINGLE_FILE}"
-        shards = sorted(path.name for path in source.path.glob("model-*.safetensors"))
-        if shards:
-            raise UserError(
-                f"{problem} and no {folder.INDEX_FILE}, only {abbreviate(shards)}. {_COPY_AGAIN}."
-            )
-        pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
-        instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
-        raise UserError(
-            f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where "
-            f"torch is installed, convert them to safetensors: {_suggest_conversion(source)}."
-        )
+        raise UserError(_describe_files(source))
     problems = ProblemCollector()
     absent = [name for name in files if not (source.path / name).is_file()]
     if absent:
-        problems.append(
-            f"{abbreviate(absent)}: missing, but named in {folder.INDEX_FILE}. {_COPY_AGAIN}."
-        )
-    file_of_tensor: set[tuple[str, str]] = set()
+        problems.append(f"{abbreviate(absent)}: missing, but named in {index_file}. {_COPY_AGAIN}.")
+    found: dict[str, str] = {}
     stored: dict[str, StoredTensor] = {}
+    is_repeated = False
     for name in sorted({*files} - {*absent}):
         with problems.collect():
             header = tensors.read_header(source.path / name)
+            is_repeated |= not header.keys().isdisjoint(found)
             stored |= header
-            file_of_tensor |= {(tensor, name) for tensor in header}
-    differences = file_of_tensor ^ set(weight_map.items())
-    if not problems and has_index and differences:
+            found |= dict.fromkeys(header, name)
+    differences = found.items() ^ weight_map.items()
+    if not problems and has_index and (differences or is_repeated):
         names = sorted({tensor for tensor, _ in differences})
         problems.append(
-            f"{folder.INDEX_FILE} and the files disagree about the file of {abbreviate(names)}. "
+            f"{index_file} and the files disagree about the file of {abbreviate(names)}. "
             f"{_COPY_AGAIN}."
         )
     problems.raise_if_any()
     return stored
+
+
+def _describe_files(source: ModelFolder) -> str:
+    """The problem of a folder without an index and without a single file of weights."""
+    problem = f"{source.path} contains no {_SINGLE_FILE}"
+    shards = sorted(path.name for path in source.path.glob("model-*.safetensors"))
+    if shards:
+        return f"{problem} and no {folder.INDEX_FILE}, only {abbreviate(shards)}. {_COPY_AGAIN}."
+    pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
+    instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
+    return (
+        f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where "
+        f"torch is installed, convert them to safetensors: {_suggest_conversion(source)}."
+    )
 
 
 def _suggest_conversion(source: ModelFolder) -> str:
@@ -256,7 +275,7 @@ def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
 
 
 def compare(
-    stored: Mapping[str, TensorView], shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[str], list[str], list[str]]:
     """Names of missing and of surplus tensors, and descriptions of those of another shape."""
     missing = [name for name in shapes if name not in stored]
@@ -270,7 +289,7 @@ def compare(
 
 
 def _check_tensors(
-    stored: Mapping[str, TensorView], shapes: dict[str, tuple[int, ...]], source: ModelFolder
+    stored: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]], source: ModelFolder
 ) -> None:
     """Raises UserError for differences between the stored tensors and those of the model."""
     missing, surplus, misshapen = compare(stored, shapes)
@@ -329,3 +348,176 @@ def abbreviate(names: list[str]) -> str:
     """The first four names, and the number of the others."""
     more = f" ... and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
+
+
+def export_model(
+    master: layers.Weights,
+    *,
+    table: layers.Weights,
+    fields: dict[str, Any],
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+    directory: str | pathlib.Path,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    max_shard_size: str | int = "5GB",
+    small_files: pathlib.Path | None = None,
+    other_parts: OtherParts | None = None,
+) -> None:
+    """Writes a folder that transformers loads: configs, tokenizer, and weights in safetensors.
+
+    See `create_folder`.
+
+    Args:
+        master: float32 weights with the structure of `table`, in numpy or jax, whole or sharded
+            over devices of this process. Zeros that pad shards are left out. Instead of an array, a
+            function that returns a layer's (of a weight outside the layers: `function(None)`).
+        fields: fields of the config.json that the model was made from.
+        tokenizer: None if training read tokens; then the folder has no tokenizer.
+        small_files: folder whose tokenizer, chat template and generation config are copied
+            unchanged.
+        other_parts: parts that are copied unchanged beside the text model; required if the model's
+            export has them (`multimodal.are_exported`), else None.
+    Memory:
+        In addition to `master`, the weights of one file of `max_shard_size` at a time, in `dtype`.
+    Raises: UserError if the folder exists and is not empty, or cannot be written.
+    """
+    special = token_ids.choose(fields, tokenizer)
+    config = model_config.make_config_json(fields, dtype=dtype, token_ids=special)
+    named: dict[str, ExportTensor | StoredTensor] = {**list_tensors(master, table, dtype)}
+    assert (other_parts is not None) == multimodal.are_exported(fields), "the caller opens them"
+    if other_parts is not None:
+        config = other_parts.add_fields(config)
+        named = {other_parts.text_names[name]: tensor for name, tensor in named.items()}
+        named |= other_parts.tensors
+    with create_folder(directory) as target:
+        write_json(target / "config.json", config)
+        given_ids = {name: ids for name, ids in special.items() if ids is not None}
+        write_json(target / "generation_config.json", given_ids)
+        if small_files is not None:
+            folder.copy_small_files(small_files, target, exclude=("config.json",))
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(target)
+        if other_parts is not None:
+            folder.copy_small_files(other_parts.source.path, target, patterns=PROCESSOR_FILES)
+        plan = huggingface_hub.split_state_dict_into_shards_factory(
+            named,
+            get_storage_size=lambda tensor: tensor.num_bytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        for name, members in plan.filename_to_tensors.items():
+            write_file(target / name, {member: named[member] for member in members})
+        if plan.is_sharded:
+            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            write_json(target / folder.INDEX_FILE, index)
+
+
+def check_target(directory: str | pathlib.Path) -> pathlib.Path:
+    """Returns the absolute path of a new or empty folder. Raises: UserError if it has files."""
+    target = pathlib.Path(directory).resolve()  # a link could not be replaced by rename
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(
+            f"{directory}: exists already. Name a new or an empty folder, or remove it."
+        )
+    return target
+
+
+@contextlib.contextmanager
+def create_folder(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
+    """Context that yields a folder to write to, which appears under its name when it is complete.
+
+    Until then it is `NAME.incomplete-...` beside it; it is removed if the body fails.
+
+    Raises: UserError if the folder exists and is not empty, or cannot be written.
+    """
+    target = check_target(directory)
+    incomplete = target.with_name(f"{target.name}.incomplete-{secrets.token_hex(4)}")
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    try:
+        incomplete.mkdir(parents=True)
+        yield incomplete
+        incomplete.rename(target)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{directory}: cannot be written: {error}.") from error
+    finally:
+        shutil.rmtree(incomplete, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # a folder with files stays
+                parent.rmdir()
+
+
+class ExportTensor(NamedTuple):
+    """A tensor that is not yet copied to the host."""
+
+    parts: list[tuple[Parameter, Any]]
+    """Parameters whose rows are those of the tensor, with their arrays, or with functions that
+    return the array of a layer."""
+    layer: int | None
+    dtype: np.dtype
+    """dtype in the file."""
+    expert: int | None = None
+    """Number of the expert; None: the tensor has all that there is."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.parts[0][0].hf_shape)
+
+    def to_numpy(self) -> np.ndarray:
+        """Returns the tensor as files have it; the opposite of `WeightReader.read`."""
+        whole = np.empty(self.parts[0][0].hf_shape, self.dtype)
+        for param, array in self.parts:
+            # One index, so that of all experts of a layer only this one is copied
+            index: Any = () if self.expert is None else (self.expert,)
+            if callable(array):
+                array = array(self.layer)
+            elif self.layer is not None:
+                index = (param.find(self.layer), *index)
+            stored = array[(*index, ...)] if index else array
+            shape = param.shape if self.expert is None else param.matrix_shape
+            part = np.asarray(stored.astype(self.dtype))[tuple(map(slice, shape))]
+            assert part.shape == shape, (param.hf_name, part.shape)
+            is_whole = param.hf_rows is None and param.expert_layout is None
+            if is_whole and not param.is_transposed:
+                return np.ascontiguousarray(part)  # safetensors ignores strides
+            axis = part.ndim - len(param.matrix_shape)
+            rows = np.arange(part.shape[axis])
+            if param.hf_rows is not None:
+                rows = param.hf_rows.find(rows)
+            index = (*axis * (slice(None),), rows)
+            param.view_matrices(whole)[index] = part
+        return whole
+
+
+def list_tensors(
+    master: layers.Weights, table: layers.Weights, dtype: str
+) -> dict[str, ExportTensor]:
+    """All tensors by name, layer by layer, so that a layer is mostly in one file.
+
+    Args: dtype: that of tensors without a `file_dtype` of their own.
+    """
+    named: dict[str, ExportTensor] = {}
+    leaves = jax.tree.leaves(master)
+    arrays = [functools.lru_cache(maxsize=1)(x) if callable(x) else x for x in leaves]
+    parts = list(zip(jax.tree.leaves(table), arrays, strict=True))
+    numbers = sorted({layer for param, _ in parts for layer in param.layers or ()})
+    for layer in (None, *numbers):
+        for param, array in parts:
+            if layer in ((None,) if param.layers is None else param.layers):
+                for expert, name in param.list_tensors(layer):
+                    file_dtype = jnp.dtype(param.file_dtype or dtype)
+                    tensor = named.setdefault(name, ExportTensor([], layer, file_dtype, expert))
+                    tensor.parts.append((param, array))
+    return named
+
+
+def write_file(path: pathlib.Path, named: Mapping[str, ExportTensor | StoredTensor]) -> None:
+    """Writes tensors to a safetensors file."""
+    path.touch()
+    mode = path.stat().st_mode
+    arrays = {name: tensor.to_numpy() for name, tensor in named.items()}
+    # transformers refuses files without a format
+    safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors makes files that only their owner can read
+
+
+def write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from jaxsp.core.units import format_count
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.evaluation import long_ppl
-from jaxsp.hf import model_config
+from jaxsp.hf import token_ids
 from jaxsp.memory import auto_choices, memory_problems
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
@@ -241,7 +241,7 @@ def prepare_model(
             num_steps=config.run.steps or 1,
             has_split_pairs=num_split_pairs > 0,
         ),
-        hf_config=stops.add_to(model_config.add_token_ids(files.hf_config, tokenizer)),
+        hf_config=stops.add_to(token_ids.add(files.hf_config, tokenizer)),
         model_folder=files.folder,
         adapter_folder=files.adapter.folder,
         model_dir=model_dir,

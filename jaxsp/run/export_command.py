@@ -13,8 +13,8 @@ from jaxsp.core import urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import folder, model_config, multimodal, peft, writer
-from jaxsp.hf.weights import open_other_parts
+from jaxsp.hf import folder, model_config, multimodal, peft
+from jaxsp.hf.weights import check_target, export_model, open_other_parts
 from jaxsp.model import adapters
 from jaxsp.run import config_file, merging, resume, stop_tokens
 from jaxsp.run import console as output
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     """Runs the command."""
     if urls.is_url(args.out):
         raise UserError(f"OUT_DIR = {args.out}: must be a folder of this machine. Use hf.")
-    writer.check_target(args.out)
+    check_target(args.out)
     jax_platform.choose_platform(virtual_cpu_devices=None)
     with at("RUN_OR_CHECKPOINT", args.run):
         checkpoint = run_paths.find_latest(run_storage.make_local(args.run))
@@ -43,9 +43,8 @@ def run(args: argparse.Namespace) -> None:
         )
     meta = reader.read_meta(checkpoint)
     config: Config = config_file.parse(meta.config)
-    model = model_config.parse_model_config(
-        meta.model, field="model.config", row_tokens=config.data.row_tokens
-    )
+    with at("model.config"):
+        model = model_config.parse_model_config(meta.model, row_tokens=config.data.row_tokens)
     model = adapters.add_adapter(model, config.adapter)
     if args.merge and model.lora is None:
         raise UserError(f"--merge: {args.run} has no adapter. Leave the flag out.")
@@ -161,7 +160,7 @@ def _export_model(
             with at("model.tokenizer", name):
                 tokenizer = tokenizers.load(name)
     dtype = args.dtype or config.model.compute_dtype
-    writer.export_model(
+    export_model(
         weights,
         table=table,
         fields=meta.model,

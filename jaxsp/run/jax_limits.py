@@ -35,10 +35,8 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
         model = None
         # A resumed run reads the model from its checkpoint; errors are reported later, with others
         with contextlib.suppress(UserError):
-            fields, field = model_config.read_fields(config.model)
-            model = model_config.parse_model_config(
-                fields, field=field, row_tokens=config.data.row_tokens
-            )
+            fields, _ = model_config.read_fields(config.model)
+            model = model_config.parse_model_config(fields, row_tokens=config.data.row_tokens)
             model = peft.resolve(config.adapter, model).model
         pool_bytes = estimate_pool_bytes(config.step, model, num_devices)
         outside_bytes = estimate_outside_bytes(config.step, model, num_devices)

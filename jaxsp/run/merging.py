@@ -35,7 +35,7 @@ def merge_base(
 
     Args: trained: the checkpoint's weights, float32, in the structure of `select_trained`.
     Returns: the parameter table of the model without adapters, and its weights: functions that
-        read and merge one layer, as `hf.writer.export_model` takes them.
+        read and merge one layer, as `hf.weights.export_model` takes them.
     Raises: UserError if the base cannot be read, or is another one than in training.
     """
     if config.model.source is None:

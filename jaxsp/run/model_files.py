@@ -46,20 +46,20 @@ def read_model(
         assert hf_config is not None, "the schema requires one of them"
         files.folder = source
         files.hf_config = hf_config
-        field = str(source.path / "config.json") if source else "model.config"
-        hf_config = model_config.resolve_fields(hf_config, config.model, field=field)
+        name = str(source.path / "config.json") if source else "model.config"
+        with at(name):
+            hf_config = model_config.resolve_fields(hf_config, config.model)
         if config.objective.type == "reward":
-            hf_config = model_config.make_reward_fields(hf_config, field=field)
+            hf_config = model_config.make_reward_fields(hf_config)
         elif model_config.is_reward_model(hf_config):
             raise UserError(
-                f"objective.type = {config.objective.type}: {field} is that of a reward model, "
+                f"objective.type = {config.objective.type}: {name} is that of a reward model, "
                 "which has no head for tokens. Use objective.type=reward, or the model it was "
                 "made from."
             )
         files.hf_config = hf_config
-        model = model_config.parse_model_config(
-            hf_config, field=field, row_tokens=config.data.row_tokens
-        )
+        with at(name):
+            model = model_config.parse_model_config(hf_config, row_tokens=config.data.row_tokens)
         model = model_config.add_router_losses(model, config.model)
         if source is not None and not source.is_on_hub:
             weights.open_folder(source, decoder.param_table(model))

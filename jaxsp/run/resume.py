@@ -283,9 +283,8 @@ def _list_model_differences(
         for name, value in adapter.items()
         if name != "source" and value != before[name]
     ]
-    saved = model_config.parse_model_config(
-        meta.model, field="model.config", row_tokens=saved_config.data.row_tokens
-    )
+    with at("model.config"):
+        saved = model_config.parse_model_config(meta.model, row_tokens=saved_config.data.row_tokens)
     saved = _without_training_choices(saved)
     model = _without_training_choices(model)
     pairs = {name: (value, getattr(saved, name)) for name, value in vars(model).items()}

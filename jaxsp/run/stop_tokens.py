@@ -15,7 +15,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.chat import turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.tokenization import documents
-from jaxsp.hf import folder, writer
+from jaxsp.hf import folder, weights
 from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
 
@@ -54,7 +54,7 @@ class StopTokens:
         path = directory / GENERATION_CONFIG
         if self.alternatives and path.is_file():
             fields = folder.read_json(path)
-            writer.write_json(path, self.add_to(fields, default=default))
+            weights.write_json(path, self.add_to(fields, default=default))
 
 
 def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:

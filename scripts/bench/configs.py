@@ -66,7 +66,7 @@ def plan_config(
     assert config.model.config is not None
     return planning.plan_step(
         config.step,
-        model=model_config.parse_model_config(config.model.config, field="model.config"),
+        model=model_config.parse_model_config(config.model.config),
         cluster=compiled.make_cluster(device, num_devices, node_host_gib=host_gib),
         document_tokens=document_tokens,
     )

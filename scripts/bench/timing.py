@@ -201,7 +201,7 @@ def make_figures(
 ) -> dict[str, Any]:
     """Fields of a result from the times of all steps, warm-up included, and the last loss."""
     lengths = np.array([len(document) for document in cases.make_documents(case)])
-    model = model_config.parse_model_config(cases.SHAPES[case.shape], field=case.shape)
+    model = model_config.parse_model_config(cases.SHAPES[case.shape])
     timed = seconds[cases.WARM_UP_STEPS :]
     step_s = statistics.median(timed)
     tflops = flops.step_flops(model, lengths) / step_s / 1e12

@@ -12,7 +12,7 @@ from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.hf import folder, model_config
-from jaxsp.hf.rope_types import ORIGINAL
+from jaxsp.hf.rope import ORIGINAL
 from jaxsp.run import config_file, model_files
 from tests.faults import fuzz, fuzz_inputs, fuzz_values
 

@@ -34,7 +34,7 @@ ANSWERS = models.draw_texts([9] * len(PROMPTS), MIXED.vocab_size)
 TARGETS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
 HYBRID = model_config.parse_model_config(
-    batches.UNEVEN_HYBRID | {"hidden_size": 20, "intermediate_size": 30}, field="model.config"
+    batches.UNEVEN_HYBRID | {"hidden_size": 20, "intermediate_size": 30}
 )
 
 

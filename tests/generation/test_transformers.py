@@ -49,9 +49,7 @@ def expect(model, prompt):
 def test_greedy_tokens_and_logits_are_those_of_transformers(name, sizes):
     fields = oracle.MODELS[name] | {"eos_token_id": None, "bos_token_id": None}
     model = oracle.torch_model(fields)
-    config = model_config.parse_model_config(
-        fields, field="model.config", row_tokens=models.ROW_TOKENS
-    )
+    config = model_config.parse_model_config(fields, row_tokens=models.ROW_TOKENS)
     spec = models.make_spec(config, sizes)
     weights = oracle.stacked(oracle.named_weights(model), decoder.param_table(config))
     master = runs.put_weights(spec.table, weights, spec.mesh)

@@ -14,5 +14,5 @@ MODELS = ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-27B", "allenai/Olmo-Hybrid-7B")
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_those_of_the_recurrence(gpu, name, dtype):
     fields = published.read_models()[name].fields
-    sizes = model_config.parse_model_config(fields, field=name).delta_net
+    sizes = model_config.parse_model_config(fields).delta_net
     selfcheck.check_delta_rule(sizes, dtype).run(gpu)

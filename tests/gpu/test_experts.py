@@ -14,7 +14,7 @@ MODELS = ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-35B-A3B", "openai/gpt-oss-20b", "z
 
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_those_of_the_loop(gpu, name):
-    model = model_config.parse_model_config(published.read_models()[name].fields, field=name)
+    model = model_config.parse_model_config(published.read_models()[name].fields)
     dims = (model.hidden_size, model.experts.size)
     try:
         kernels.choose("mosaic", dims=dims, dtype="bfloat16", devices=[gpu])

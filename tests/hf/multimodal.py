@@ -218,8 +218,8 @@ def import_folder(
     """Folder, fields of the text model, and its weights. Args: model: other fields of `model`."""
     source = folder.find(str(directory))
     config = ModelSourceConfig(source=str(directory), **model)
-    fields = model_config.resolve_fields(source.config_fields, config, field="config.json")
-    table = decoder.param_table(model_config.parse_model_config(fields, field="config.json"))
+    fields = model_config.resolve_fields(source.config_fields, config)
+    table = decoder.param_table(model_config.parse_model_config(fields))
     reader = weights.open_folder(source, table)
     return source, fields, weight_init.load_weights(table, batches.mesh(1, 1, 1), reader.read)
 

@@ -7,7 +7,7 @@ import transformers
 
 from jaxsp.hf import context_range
 from jaxsp.hf.model_source import ModelSourceConfig
-from jaxsp.hf.rope_types import RopeSupport
+from jaxsp.hf.rope import RopeSupport
 from tests.messages import assert_names
 
 SIZES = {

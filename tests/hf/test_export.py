@@ -14,7 +14,7 @@ import safetensors.numpy
 from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import model_config, writer
+from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
 from tests.hf import oracle
 from tests.messages import assert_names
@@ -33,10 +33,10 @@ def random_master(config: Any) -> layers.Weights:
 
 def export(directory: pathlib.Path, fields: dict[str, Any], **changes: Any) -> layers.Weights:
     """Exports random weights, and returns them."""
-    config = model_config.parse_model_config(fields, field="model.config")
+    config = model_config.parse_model_config(fields)
     master = changes.pop("master", None) or random_master(config)
     options = {"tokenizer": None, "dtype": "float32"} | changes
-    writer.export_model(
+    weights.export_model(
         master, table=decoder.param_table(config), fields=fields, directory=directory, **options
     )
     return master
@@ -54,7 +54,7 @@ def load(directory: pathlib.Path) -> Any:
 @pytest.mark.parametrize("name", oracle.TEXT_EXPORTS)
 def test_float32_is_loaded_bit_for_bit(tmp_path, name):
     fields = oracle.MODELS[name]
-    config = model_config.parse_model_config(fields, field="model.config")
+    config = model_config.parse_model_config(fields)
     master = export(tmp_path / "out", fields)
     model = load(tmp_path / "out")
     back = oracle.stacked(oracle.named_weights(model), decoder.param_table(config))
@@ -62,11 +62,11 @@ def test_float32_is_loaded_bit_for_bit(tmp_path, name):
 
 
 def test_the_default_dtype_is_bfloat16_with_rounded_weights(tmp_path):
-    config = model_config.parse_model_config(TINY, field="model.config")
+    config = model_config.parse_model_config(TINY)
     master = random_master(config)
     # jax arrays, as they are at the end of a run
     table = decoder.param_table(config)
-    writer.export_model(
+    weights.export_model(
         jax.tree.map(jnp.asarray, master),
         table=table,
         fields=TINY,
@@ -116,7 +116,7 @@ def test_weights_in_several_files_have_an_index_and_load(tmp_path):
             names = list(tensors.keys())
             assert all(index["weight_map"][name] == file for name in names)
             assert tensors.metadata() == {"format": "pt"}
-    config = model_config.parse_model_config(TINY, field="model.config")
+    config = model_config.parse_model_config(TINY)
     back = oracle.stacked(
         dict(load(tmp_path / "out").named_parameters()), decoder.param_table(config)
     )
@@ -125,7 +125,7 @@ def test_weights_in_several_files_have_an_index_and_load(tmp_path):
 
 def test_views_are_written_in_the_order_of_their_elements(tmp_path):
     """safetensors silently ignores the strides of a transposed view."""
-    config = model_config.parse_model_config(TINY, field="model.config")
+    config = model_config.parse_model_config(TINY)
     master = random_master(config)
     views = jax.tree.map(lambda array: np.ascontiguousarray(array.T).T, master)
     export(tmp_path / "views", TINY, master=views)
@@ -148,7 +148,7 @@ def test_host_memory_holds_one_file_at_a_time(tmp_path):
         "hidden_size": 128,
         "intermediate_size": 256,
     }
-    config = model_config.parse_model_config(fields, field="model.config")
+    config = model_config.parse_model_config(fields)
     master = random_master(config)
     export(tmp_path / "warm", TINY)
     tracemalloc.start()
@@ -164,21 +164,21 @@ def test_host_memory_holds_one_file_at_a_time(tmp_path):
 @pytest.mark.parametrize("name", oracle.TEXT_EXPORTS)
 def test_the_config_read_back_is_the_same_model(tmp_path, name):
     fields = oracle.MODELS[name]
-    expected = model_config.parse_model_config(fields, field="model.config")
+    expected = model_config.parse_model_config(fields)
     export(tmp_path / "out", fields, dtype="bfloat16")
     path = tmp_path / "out/config.json"
     written = json.loads(path.read_text())
-    assert model_config.parse_model_config(written, field="config.json") == expected
+    assert model_config.parse_model_config(written) == expected
     loaded = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert loaded.architectures == [type(oracle.torch_model(fields)).__name__]
     assert loaded.dtype == oracle.torch.bfloat16
-    assert model_config.parse_model_config(loaded.to_dict(), field="config.json") == expected
+    assert model_config.parse_model_config(loaded.to_dict()) == expected
 
     # the fields that transformers 4 wrote
     legacy = {
         key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")
     }
-    assert model_config.parse_model_config(legacy, field="config.json") == expected
+    assert model_config.parse_model_config(legacy) == expected
     path.write_text(json.dumps(legacy))
     old = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert old.dtype == loaded.dtype

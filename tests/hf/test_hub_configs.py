@@ -138,7 +138,7 @@ HUB: dict[str, tuple[dict[str, Any], dict[tuple[int | None, str], int]]] = {
 @pytest.mark.parametrize("name", HUB)
 def test_windows_and_ropes_of_published_models(name):
     fields, expected = HUB[name]
-    model = model_config.parse_model_config(fields, field="config.json")
+    model = model_config.parse_model_config(fields)
     layers = [(layer.window, layer.rope.description) for layer in model.layers]
     assert collections.Counter(layers) == expected
 
@@ -147,8 +147,8 @@ def test_windows_and_ropes_of_published_models(name):
 def test_an_export_is_the_same_model(name):
     fields, _ = HUB[name]
     exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
-    model = model_config.parse_model_config(fields, field="config.json")
-    assert model_config.parse_model_config(exported, field="config.json") == model
+    model = model_config.parse_model_config(fields)
+    assert model_config.parse_model_config(exported) == model
 
 
 def test_transformers_4_finds_the_partial_rotation_and_the_scaling_of_phi():
@@ -177,8 +177,8 @@ def test_both_names_of_a_rope_type_mean_the_same_where_layers_differ(key):
     sizes |= {name: GEMMA_2[name] for name in ("hidden_size", "intermediate_size", "vocab_size")}
     sizes |= {"num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256}
     fields = sizes | {"model_type": "gemma3_text", "rope_scaling": {key: "linear", "factor": 8.0}}
-    model = model_config.parse_model_config(fields, field="config.json")
+    model = model_config.parse_model_config(fields)
     ropes = [rope.description for rope in model.ropes]
     assert ropes == ["default, theta 10,000", "linear, theta 1,000,000, factor 8"]
     exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
-    assert model_config.parse_model_config(exported, field="config.json") == model
+    assert model_config.parse_model_config(exported) == model

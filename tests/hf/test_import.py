@@ -19,7 +19,7 @@ import safetensors.numpy
 from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import folder, model_config, weights, writer
+from jaxsp.hf import folder, model_config, weights
 from jaxsp.model import decoder
 from jaxsp.sharding import sharding
 from jaxsp.training import weight_init
@@ -56,9 +56,7 @@ def read(
 ) -> tuple[layers.Weights, layers.Weights]:
     """The table of a folder's model, and its weights, imported on a mesh and unsharded."""
     source = folder.find(str(directory))
-    table = decoder.param_table(
-        model_config.parse_model_config(source.config_fields, field="config.json")
-    )
+    table = decoder.param_table(model_config.parse_model_config(source.config_fields))
     stored = weight_init.load_weights(
         table, batches.mesh(*sizes), weights.open_folder(source, table).read
     )
@@ -101,7 +99,7 @@ def test_import_and_export_keep_every_tensor_bit_for_bit(tmp_path, name, sizes, 
 
     exported = "bfloat16" if dtype == "bfloat16" else "float32"
     fields = folder.find(str(tmp_path / "in")).config_fields
-    writer.export_model(
+    weights.export_model(
         master,
         table=table,
         fields=fields,
@@ -220,7 +218,7 @@ def test_experts_in_mxfp4_are_read_as_transformers_reads_them_and_exported_in_bf
 
     table, master = read(tmp_path)
     check_slices(tmp_path, table, master)
-    writer.export_model(
+    weights.export_model(
         master, table=table, fields=config, tokenizer=None, directory=tmp_path / "out"
     )
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
@@ -316,7 +314,7 @@ def test_exports_contain_the_small_files_of_their_source(tmp_path):
     names = {"chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"}
     assert {path.name for path in (tmp_path / "kept").iterdir()} == names
     table, master = read(tmp_path / "in")
-    writer.export_model(
+    weights.export_model(
         master,
         table=table,
         fields=source.config_fields,

@@ -8,8 +8,8 @@ import transformers
 
 from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
 from jaxsp.blocks.config import LayerConfig, ModelConfig, QueryScale, Rope
-from jaxsp.core.errors import UserError
-from jaxsp.hf import families, model_config, published
+from jaxsp.core.errors import UserError, at
+from jaxsp.hf import families, model_config, published, token_ids
 from jaxsp.hf.model_source import ModelSourceConfig
 from scripts.bench import configs
 from tests import batches
@@ -126,11 +126,11 @@ MUSE_GLIMMER: dict[str, Any] = published.read_models()["meta-models/Muse-Glimmer
 
 
 def read(fields: dict[str, Any]) -> ModelConfig:
-    return model_config.parse_model_config(fields, field="model.config")
+    return model_config.parse_model_config(fields)
 
 
 def problems(fields: dict[str, Any]) -> list[str]:
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError) as raised, at("model.config"):
         read(fields)
     assert all(
         "\n" not in problem and problem.startswith("model.config")
@@ -407,7 +407,7 @@ def test_a_changed_theta_is_that_of_all_layers_with_rope():
     fields = MUSE_GLIMMER | {"layer_rope_theta": [0, *51 * [10000]]}
     source = ModelSourceConfig(config=fields, rope={"theta": 5e5})
     for _ in range(2):
-        fields = model_config.resolve_fields(fields, source, field="model.config")
+        fields = model_config.resolve_fields(fields, source)
         assert fields["layer_rope_theta"] == [0, *51 * [5e5]]
     assert [layer.rope.description for layer in read(fields).layers[:2]] == [
         "none",
@@ -498,18 +498,18 @@ def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
         eos_token_id = 5
         pad_token_id = None
 
-    token_ids = model_config.choose_token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
-    assert token_ids == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
-    assert model_config.choose_token_ids({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [
+    ids = token_ids.choose({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
+    assert ids == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
+    assert token_ids.choose({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [
         1,
         5,
     ]
-    assert model_config.choose_token_ids({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
-    assert model_config.choose_token_ids({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
+    assert token_ids.choose({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
+    assert token_ids.choose({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
 
 
 def test_a_model_whose_layers_all_have_an_mlp_has_no_experts():
     fields = QWEN3_MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0, 1]}
-    assert model_config.parse_model_config(fields, field="model.config").experts is None
+    assert model_config.parse_model_config(fields).experts is None
     fields |= {"mlp_only_layers": [0]}
-    assert model_config.parse_model_config(fields, field="model.config").experts is not None
+    assert model_config.parse_model_config(fields).experts is not None

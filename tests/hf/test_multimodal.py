@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, published, weights, writer
+from jaxsp.core.errors import UserError, at
+from jaxsp.hf import model_config, published, token_ids, weights
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model import decoder
 from tests import batches
@@ -32,11 +32,11 @@ PARTS |= {"qwen3_5": ("visual",), "qwen3_5_moe": ("visual",)}
 
 def resolve(fields: dict[str, Any], **model: Any) -> dict[str, Any]:
     source = ModelSourceConfig(config=fields, **model)
-    return model_config.resolve_fields(fields, source, field="model.config")
+    return model_config.resolve_fields(fields, source)
 
 
 def read(fields: dict[str, Any]) -> ModelConfig:
-    return model_config.parse_model_config(resolve(fields), field="model.config")
+    return model_config.parse_model_config(resolve(fields))
 
 
 def text_tensors(model: Any) -> dict[str, np.ndarray]:
@@ -77,7 +77,7 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     assert f"{prefix}norm.weight" in names
     assert (len(files) > 1) == ("several" in layout)
     source, fields, master = multimodal.import_folder(tmp_path / "in")
-    config = model_config.parse_model_config(fields, field="config.json")
+    config = model_config.parse_model_config(fields)
     table = decoder.param_table(config)
     expected = text_tensors(model)
     assert batches.is_bitwise_equal(
@@ -87,7 +87,7 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     left_out = weights.open_folder(source, table).left_out
     assert_names(left_out, "text model only", str(count), *PARTS[name])
 
-    writer.export_model(
+    weights.export_model(
         master,
         table=table,
         fields=fields,
@@ -113,7 +113,7 @@ def test_layers_of_glm_that_predict_further_tokens_are_left_out(tmp_path):
     extra = {f"model.layers.3.{name}": np.zeros((2, 2), np.float32) for name in ("eh_proj", "x")}
     rewrite(tmp_path, **extra)
     source, fields, master = multimodal.import_folder(tmp_path)
-    table = decoder.param_table(model_config.parse_model_config(fields, field="config.json"))
+    table = decoder.param_table(model_config.parse_model_config(fields))
     expected = oracle.stacked(oracle.named_weights(model), table)
     assert batches.is_bitwise_equal(master, expected)
     left_out = weights.open_folder(source, table).left_out
@@ -137,7 +137,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, name):
         **{f"mtp.{name}": np.zeros((2, 2), np.float32) for name in ("fc.weight", "norm.weight")},
     )
     source, fields, master = multimodal.import_folder(tmp_path)
-    table = decoder.param_table(model_config.parse_model_config(fields, field="config.json"))
+    table = decoder.param_table(model_config.parse_model_config(fields))
     expected = jax.tree.map(oracle.torch.from_numpy, text_tensors(model))
     assert batches.is_bitwise_equal(master, oracle.stacked(expected, table))
     left_out = weights.open_folder(source, table).left_out
@@ -162,7 +162,7 @@ def test_logits_equal_those_of_the_multimodal_model_without_images(tmp_path, nam
     model = multimodal.torch_model(multimodal.MODELS[name])
     save(model, tmp_path, "hub")
     _, fields, master = multimodal.import_folder(tmp_path)
-    config = model_config.parse_model_config(fields, field="config.json")
+    config = model_config.parse_model_config(fields)
     multimodal.check_logits(model, config, master)
 
 
@@ -197,7 +197,7 @@ def test_qwen_3_5_35b_a3b():
     assert {layer.feed_forward for layer in config.layers} == {"experts"}
     exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
     assert exported["architectures"] == ["Qwen3_5MoeForCausalLM"]
-    assert model_config.parse_model_config(exported, field="config.json") == config
+    assert model_config.parse_model_config(exported) == config
 
 
 def test_qwen_3_5_27b_is_read_as_its_text_model_and_exported_with_its_layers():
@@ -219,7 +219,7 @@ def test_qwen_3_5_27b_is_read_as_its_text_model_and_exported_with_its_layers():
     )
     assert exported["layer_types"] == swapped
     assert exported["architectures"] == ["Qwen3_5ForCausalLM"]
-    back = model_config.parse_model_config(exported, field="config.json")
+    back = model_config.parse_model_config(exported)
     assert back == dataclasses.replace(config, layers=config.layers[::-1])
 
 
@@ -246,9 +246,7 @@ def test_embeddings_are_tied_unless_one_of_the_configs_has_false(outer, text, ti
 
 def test_special_tokens_beside_the_text_config_replace_those_in_it():
     text = {**multimodal.GEMMA_3_4B["text_config"], "eos_token_id": 1, "bos_token_id": 2}
-    ids = model_config.choose_token_ids(
-        resolve(multimodal.GEMMA_3_4B | {"text_config": text}), None
-    )
+    ids = token_ids.choose(resolve(multimodal.GEMMA_3_4B | {"text_config": text}), None)
     assert ids == {"bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": None}
 
 
@@ -285,7 +283,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "start", "parts"), REFUSED)
 def test_unsupported_fields_are_refused_by_name(fields, start, parts):
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError) as raised, at("model.config"):
         read(fields)
     (problem,) = raised.value.problems
     assert_names(problem.removeprefix("model.config."), *parts, start=start)

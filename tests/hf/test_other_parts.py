@@ -10,7 +10,7 @@ import safetensors.numpy
 
 import jaxsp
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, model_config, weights, writer
+from jaxsp.hf import folder, model_config, weights
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.hf.multimodal import describe_missing
 from jaxsp.model import decoder
@@ -49,10 +49,10 @@ def is_text(name: str) -> bool:
 def export(source: pathlib.Path, out: pathlib.Path, **model: Any) -> tuple[Any, Any]:
     """Exports the text model with doubled embeddings in float32, and returns it."""
     found, fields, master = multimodal.import_folder(source, **model)
-    parsed = model_config.parse_model_config(fields, field="config.json")
+    parsed = model_config.parse_model_config(fields)
     table = decoder.param_table(parsed)
     master["embedding"] = 2 * master["embedding"]
-    writer.export_model(
+    weights.export_model(
         master,
         table=table,
         fields=fields,
@@ -103,8 +103,8 @@ def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(
         name: x for name, x in before.items() if name not in changed
     }
     fields = folder.find(str(tmp_path / "out")).config_fields
-    again = model_config.resolve_fields(fields, ModelSourceConfig(config=fields), field="out")
-    assert model_config.parse_model_config(again, field="out") == config
+    again = model_config.resolve_fields(fields, ModelSourceConfig(config=fields))
+    assert model_config.parse_model_config(again) == config
 
 
 def test_a_model_that_the_library_has_loaded_is_saved_with_all_parts(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config
+from jaxsp.hf import model_config, token_ids
 from jaxsp.model import decoder
 from tests import batches, tolerances
 from tests.hf import oracle
@@ -42,7 +42,7 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     rows = SEGMENTS[layout]
     arrays = oracle.packed_rows(rows, vocab_size=fields["vocab_size"])
     fields = fields | {"pad_token_id": int(arrays["tokens_BL"][0, 3])}
-    config = model_config.parse_model_config(fields, field="model.config")
+    config = model_config.parse_model_config(fields)
     table = decoder.param_table(config)
     model = oracle.torch_model(fields)
     weights = oracle.stacked(oracle.named_weights(model), table)
@@ -80,7 +80,7 @@ def test_loss_logits_and_every_gradient_equal_transformers(name, layout):
 
 def test_layer_patterns_of_the_families():
     def describe(name: str) -> list[str]:
-        config = model_config.parse_model_config(oracle.MODELS[name], field="model.config")
+        config = model_config.parse_model_config(oracle.MODELS[name])
         return [f"{layer.window} {layer.rope.description}" for layer in config.layers]
 
     local = "5 default, theta 100"
@@ -100,7 +100,7 @@ def test_layer_patterns_of_the_families():
 
 
 def parse(fields):
-    return model_config.parse_model_config(fields, field="model.config")
+    return model_config.parse_model_config(fields)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_the_padding_token_is_that_of_transformers_and_stays_in_exports(model, f
     assert parse(fields).padding_id == padding_id
     embedding = oracle.torch_model(fields).get_input_embeddings()
     assert embedding.padding_idx == padding_id
-    resumed = model_config.add_token_ids(fields, Tokenizer())
+    resumed = token_ids.add(fields, Tokenizer())
     exported = model_config.make_config_json(
-        resumed, dtype="float32", token_ids=model_config.choose_token_ids(resumed, Tokenizer())
+        resumed, dtype="float32", token_ids=token_ids.choose(resumed, Tokenizer())
     )
     assert parse(resumed).padding_id == parse(exported).padding_id == padding_id
 

@@ -18,7 +18,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, peft, weights, writer
+from jaxsp.hf import model_config, peft, weights
 from jaxsp.hf.multimodal import find_family, is_multimodal, read_text_fields, select_tensors
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
@@ -144,8 +144,7 @@ class Base:
 
     @functools.cached_property
     def config(self):
-        fields, _ = read_text_fields(self.fields, "model.config")
-        return model_config.parse_model_config(fields, field="model.config")
+        return model_config.parse_model_config(read_text_fields(self.fields))
 
     @property
     def auto_class(self) -> Any:
@@ -490,7 +489,7 @@ def test_the_files_of_an_adapter_are_checked(tmp_path, base_of, plain_adapter):
 )
 def test_a_projection_has_adapters_in_the_layers_that_have_it(tmp_path, changes, targets):
     """Layers 0, 1 and 3 are delta nets, layer 2 has attention."""
-    config = model_config.parse_model_config(oracle.MODELS["qwen3_5"], field="model.config")
+    config = model_config.parse_model_config(oracle.MODELS["qwen3_5"])
     fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
     fields |= {"target_modules": ["in_proj_z", "q_proj"]} | changes
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
@@ -525,7 +524,7 @@ def test_a_projection_has_adapters_in_the_layers_that_have_it(tmp_path, changes,
 )
 def test_tensors_of_experts_are_in_all_layers_that_have_them(tmp_path, changes, words):
     """Layer 1 has no experts."""
-    config = model_config.parse_model_config(oracle.MODELS["qwen3_moe"], field="model.config")
+    config = model_config.parse_model_config(oracle.MODELS["qwen3_moe"])
     fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": []}
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields | changes))
     section = AdapterConfig(type="lora", source=str(tmp_path))
@@ -548,7 +547,7 @@ def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
     frozen = {name: torch.from_numpy(base.tensors[name]) for name in names}
     state = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
     plain_table, merged = merging.merge_state(state, table=table, model=resolved.model)
-    ours = writer.list_tensors(merged, plain_table, "float32")
+    ours = weights.list_tensors(merged, plain_table, "float32")
     adapted = hf_peft.PeftModel.from_pretrained(base.load(), tmp_path / "adapter")
     theirs = oracle.as_published(
         {

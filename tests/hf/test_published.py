@@ -46,7 +46,7 @@ def hub(tmp_path, monkeypatch):
 )
 def test_sizes_give_the_published_number_of_parameters(model):
     """This finds wrong sizes, and embeddings that should be tied."""
-    read = model_config.parse_model_config(model.fields, field=model.name)
+    read = model_config.parse_model_config(model.fields)
     table = decoder.param_table(read)
     count = flops.num_parameters(table)
     assert count / 1e9 == pytest.approx(model.billion_params, rel=0.01)
@@ -70,10 +70,10 @@ def test_recipes_that_extend_a_model_reach_their_rows(path):
     row_tokens = config.data.row_tokens
     fields = published.read_models()[str(config.model.source)].fields
     assert "untrained" in context_range.describe_excess(fields, row_tokens=row_tokens)
-    changed = model_config.resolve_fields(fields, config.model, field="published")
+    changed = model_config.resolve_fields(fields, config.model)
     assert changed["max_position_embeddings"] == row_tokens
     assert context_range.describe_excess(changed, row_tokens=row_tokens) == ""
-    model_config.parse_model_config(changed, field="published", row_tokens=row_tokens)
+    model_config.parse_model_config(changed, row_tokens=row_tokens)
 
 
 def test_sizes_of_llama_3_1_8b_equal_its_config_json():

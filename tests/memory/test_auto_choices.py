@@ -48,7 +48,7 @@ def settings(*words, row_tokens=8192, seq="auto", rows_per_step=1):
 
 @functools.cache
 def model():
-    return model_config.parse_model_config(FIELDS, field="model.config", row_tokens=8192)
+    return model_config.parse_model_config(FIELDS, row_tokens=8192)
 
 
 def resolve(config, *, limit=math.inf, host=math.inf):

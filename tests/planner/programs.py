@@ -45,7 +45,7 @@ def settings(*words, **changes):
 
 def step(config, devices):
     """The compiled step of such a config on these devices."""
-    model = model_config.parse_model_config(config.model.config, field="model.config")
+    model = model_config.parse_model_config(config.model.config)
     model = adapters.add_adapter(model, config.adapter)
     return compiled.compile_step(make_spec(config.step, model, devices=devices))
 

@@ -17,7 +17,7 @@ MESH = {"replica": 1, "data": 1, "seq": 8}
 
 
 def test_a_mesh_replaces_an_automatic_number_of_devices():
-    model = model_config.parse_model_config(programs.LLAMA, field="model.config")
+    model = model_config.parse_model_config(programs.LLAMA)
     expected = mesh_sweep.list_combinations(
         programs.settings("data.row_tokens=16384").step, model, num_devices=4
     )
@@ -59,7 +59,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
     monkeypatch.setattr(planning, "plan_step", plan_step)
     mesh_plans = mesh_sweep.plan_meshes(
         programs.settings().step,
-        model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
+        model=model_config.parse_model_config(programs.LLAMA),
         cluster=compiled.make_cluster("h100-80gb", 8),
         on_result=reported.append,
     )
@@ -101,7 +101,7 @@ def test_each_mesh_has_its_own_automatic_number_of_rows_per_microbatch(monkeypat
     words = ["attention.strategy=ring", "batch.rows_per_microbatch=auto"]
     mesh_sweep.plan_meshes(
         programs.settings(*words).step,
-        model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
+        model=model_config.parse_model_config(programs.LLAMA),
         cluster=compiled.make_cluster("h100-80gb", 2),
     )
     assert planned == [(2, 20), (1, 10), (1, 10)]
@@ -115,7 +115,7 @@ def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
     with pytest.raises(UserError) as caught:
         mesh_sweep.plan_meshes(
             programs.settings().step,
-            model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
+            model=model_config.parse_model_config(programs.LLAMA),
             cluster=compiled.make_cluster("h100-80gb", 8),
         )
     assert caught.value.problems == ["optimizer.name = x: no"]

@@ -10,7 +10,7 @@ from jaxsp.planner import planning, search
 from jaxsp.planner.compile import compiled
 from tests.planner import example_plans, programs
 
-MODEL = model_config.parse_model_config(programs.LLAMA, field="model.config")
+MODEL = model_config.parse_model_config(programs.LLAMA)
 CLUSTER = compiled.make_cluster("h100-80gb", 8)
 
 

@@ -19,7 +19,7 @@ from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, writer
+from jaxsp.hf import model_config, weights
 from jaxsp.model import adapters, decoder
 from jaxsp.run import build, config_file, preflight, trainer
 from jaxsp.training import trainable
@@ -59,11 +59,9 @@ def train(config) -> None:
 
 
 def write_base(directory: pathlib.Path) -> None:
-    table = decoder.param_table(
-        model_config.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
-    )
+    table = decoder.param_table(model_config.parse_model_config(batches.UNEVEN_LLAMA))
     rng = np.random.default_rng(3)
-    writer.export_model(
+    weights.export_model(
         jax.tree.map(lambda p: rng.normal(p.mean, 0.1, p.stacked_shape).astype(np.float32), table),
         table=table,
         fields=batches.UNEVEN_LLAMA,
@@ -86,7 +84,7 @@ def straight(tmp_path_factory):
 def read_trained(folder: pathlib.Path) -> dict[str, np.ndarray]:
     """Weights of the last checkpoint, by path."""
     config = settings(folder)
-    plain = model_config.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
+    plain = model_config.parse_model_config(batches.UNEVEN_LLAMA)
     table = trainable.build_table(adapters.add_adapter(plain, config.adapter), config.step)
     weights = reader.read_weights(folder / f"run/checkpoints/{STEPS}", table)
     return batches.name_leaves(weights)

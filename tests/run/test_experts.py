@@ -70,7 +70,7 @@ def test_losses_are_the_same_on_every_mesh(folder, straight, mesh):
 
 def read_weights(run: pathlib.Path) -> dict[str, bytes]:
     """Weights of the last checkpoint, by path."""
-    table = decoder.param_table(model_config.parse_model_config(FIELDS, field="model.config"))
+    table = decoder.param_table(model_config.parse_model_config(FIELDS))
     arrays = batches.name_leaves(reader.read_weights(run / f"checkpoints/{STEPS}", table))
     return {path: array.tobytes() for path, array in arrays.items()}
 

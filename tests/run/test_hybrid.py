@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 def read_weights(run: pathlib.Path) -> dict[str, np.ndarray]:
     """Weights of the last checkpoint, by path."""
-    table = decoder.param_table(model_config.parse_model_config(FIELDS, field="model.config"))
+    table = decoder.param_table(model_config.parse_model_config(FIELDS))
     return batches.name_leaves(reader.read_weights(run / f"checkpoints/{STEPS}", table))
 
 

@@ -57,7 +57,7 @@ def test_a_given_model_may_have_fewer_rows_than_its_tokenizer_has_tokens(tmp_pat
             source="base", field="model.source", path=tmp_path / "base", config_fields=fields
         ),
         hf_config=fields,
-        config=model_config.parse_model_config(fields, field="model.config"),
+        config=model_config.parse_model_config(fields),
     )
     loaded = model_files.load_checked_tokenizer(config, files, open_sources(config), None, problems)
     if model == "given":

@@ -11,7 +11,7 @@ import rich.console
 from jaxsp.checkpoint import reader, run_paths
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import writer
+from jaxsp.hf import weights
 from jaxsp.model import decoder
 from jaxsp.run import build, config_file, metrics, trainer
 from jaxsp.run.metrics import MetricsWriter
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
     )
     whole["embedding"][NEW] = np.nan
     tokenizer = tokenizers.make_byte_tokenizer()
-    writer.export_model(
+    weights.export_model(
         whole,
         table=decoder.param_table(spec.model),
         fields=MODEL,

@@ -22,7 +22,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import model_config, writer
+from jaxsp.hf import model_config, weights
 from jaxsp.run import build, config_file, resume, trainer
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
@@ -297,7 +297,7 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
         rows_consumed=32,
         num_tokens_total=7,
     )
-    model = model_config.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
+    model = model_config.parse_model_config(batches.UNEVEN_LLAMA)
     start = resume.make_start_point(meta, tmp_path, now, model=model, data=documents)
     actual = " ".join(start.config_changes)
     assert re.findall(r"(\S+) \S+ -> ", actual) == fields
@@ -354,7 +354,7 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     ).spec
     whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), spec.table)
     folder = tmp_path / "hf"
-    writer.export_model(
+    weights.export_model(
         whole,
         table=spec.table,
         fields=batches.UNEVEN_LLAMA,

@@ -59,9 +59,7 @@ CASES = [
 def make_model(name):
     if name == "mixed":
         return MIXED
-    return model_config.parse_model_config(
-        oracle.MODELS[name], field="model.config", row_tokens=ROW_TOKENS
-    )
+    return model_config.parse_model_config(oracle.MODELS[name], row_tokens=ROW_TOKENS)
 
 
 @pytest.mark.usefixtures("small_shards")

@@ -128,7 +128,7 @@ def compile_with_inputs_on_host(microbatches, *options, **fields):
         **SIZES | fields,
         num_hidden_layers=16,
     )
-    model = model_config.parse_model_config(config.model.config, field="model.config")
+    model = model_config.parse_model_config(config.model.config)
     if found := memory_problems.find_problems(config.step, platform="gpu", model=model):
         pytest.skip(found[0])
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))

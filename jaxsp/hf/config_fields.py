@@ -1,9 +1,12 @@
-"""Checks of a config.json: fields that jaxsp reads, ignores or refuses.
+"""Fields of a config.json: what jaxsp reads, what it refuses, and rules for their values.
 
-Implemented fields are read, and fields that do not change training are ignored. Every other field
+Every field that changes arithmetic in a family has a rule here. A family reads those that its class
+in transformers declares; another one of them, or another value of a field that jaxsp does not have,
 is refused by name: a feature that is silently left out gives plausible losses of another model.
+Fields that are not known to change arithmetic are kept, and written back into exports.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,21 +14,22 @@ from jaxsp.config import json_values
 from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
-from jaxsp.hf import rope_forms
+from jaxsp.hf import rope
 from jaxsp.hf.families import (
-    EXPERT_COUNTS,
     FAMILIES,
-    QWEN_WINDOW_FIELDS,
-    TYPED_WINDOW_FIELDS,
+    MULTIMODAL_FAMILIES,
     Family,
     find_architecture,
     find_reward_architecture,
 )
 
-_WINDOW_FIELDS = {*QWEN_WINDOW_FIELDS, *TYPED_WINDOW_FIELDS}
-
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of the MLP's gate: names in config.json, and in ModelConfig."""
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the field with the number of experts."""
+
+TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _EXAMPLES = {
     "vocab_size": 32000,
@@ -51,39 +55,34 @@ _EXAMPLES = {
 }
 """Sizes of a model, and examples."""
 
-_COMMON_SIZES = tuple(_EXAMPLES)[:7]
-"""Sizes that the models of all families have."""
-
-_BIAS_FIELDS = ("attention_bias", "mlp_bias")
-
-_SWITCH_FIELDS = ("tie_word_embeddings", *_BIAS_FIELDS)
-
-TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-PASSED_FIELDS = (
-    *_COMMON_SIZES,
-    *_SWITCH_FIELDS,
-    *TOKEN_ID_FIELDS,
-    *rope_forms.FIELDS,
-    "initializer_range",
-    "max_position_embeddings",
+_COMMON_FIELDS = (
+    *tuple(_EXAMPLES)[:7],
+    *("tie_word_embeddings", "initializer_range", "max_position_embeddings", *TOKEN_ID_FIELDS),
+    *rope.FIELDS,
 )
+"""Fields that all families read."""
 
 _WHOLE_DOCUMENTS = "layers of this family attend to whole documents"
+_WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "sliding_window_pattern")
 _DECODER_ONLY = "jaxsp trains decoder-only models"
 
 _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attention_dropout": ((0,), "jaxsp has no dropout"),
+    **dict.fromkeys(
+        ("attention_dropout", "embd_pdrop", "resid_pdrop"), ((0,), "jaxsp has no dropout")
+    ),
     "use_sliding_window": ((False,), _WHOLE_DOCUMENTS),
     "sliding_window": ((), _WHOLE_DOCUMENTS),
     "sliding_window_pattern": ((), _WHOLE_DOCUMENTS),
     "pretraining_tp": ((1,), "matrix products are not sliced"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
     "use_mrope": ((False,), "positions have one dimension"),
+    "use_bidirectional_attention": ((False,), _DECODER_ONLY),
     "is_encoder_decoder": ((False,), _DECODER_ONLY),
     "add_cross_attention": ((False,), _DECODER_ONLY),
     "per_layer_config": ((), "all layers are alike"),
     "auto_map": ((), "a model's own code is never run"),
+    "clip_qkv": ((), "queries, keys and values have no limit"),
+    "router_jitter_noise": ((0,), "routers have no noise"),
 }
 """Fields with a fixed meaning in jaxsp: the values that match it, and the reason."""
 
@@ -92,88 +91,6 @@ _QUANTIZED = (
     "(often the same name without FP8, bnb-4bit, GPTQ or AWQ) as model.source; "
     "adapter.quantization=nf4 or int8 quantizes its frozen weights."
 )
-
-_IGNORED_FIELDS = frozenset(
-    """
-    model_type architectures dtype torch_dtype transformers_version name_or_path _name_or_path
-    max_window_layers use_cache return_dict output_attentions output_hidden_states
-    attn_implementation _attn_implementation _attn_implementation_autoset chunk_size_feed_forward
-    id2label label2id num_labels problem_type task_specific_params tokenizer_class max_length
-    min_length do_sample temperature top_k top_p typical_p repetition_penalty num_beams
-    num_return_sequences _sliding_window_pattern is_llama_config transformers.js_config
-    unsloth_fixed unsloth_version quantization_config
-    """.split()
-)
-"""Fields that do not change training, or that are checked separately."""
-
-_MULTIMODAL_FIELDS = frozenset(
-    """
-    text_config tie_word_embeddings initializer_range vision_config image_token_index image_token_id
-    video_token_id vision_start_token_id vision_end_token_id
-    boi_token_index boi_token_id eoi_token_index eoi_token_id mm_tokens_per_image
-    vision_feature_layer spatial_merge_size projector_hidden_act multimodal_projector_bias
-    out_hidden_size projector_hidden_size
-    """.split()
-)
-"""Fields of a multimodal model's config.json that are for images, or are read with text_config."""
-
-
-def find_problems(
-    fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
-) -> list[str]:
-    """Problems of a config.json: missing fields, wrong types, and what is not implemented.
-
-    Args:
-        fields: fields of the config.json, without nulls.
-        defaults: transformers' defaults for this model_type.
-        path: name of the config in messages, for example `model.config`.
-    """
-    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS} - {*_BIAS_FIELDS}
-    accepted |= {*list_own_fields(fields["model_type"]), *family.values, "layer_types"}
-    if family.window_fields:
-        accepted -= _WINDOW_FIELDS - {*family.window_fields, "layer_types"}
-    missing = (
-        f"{name}: missing. There is no size that suits every model; "
-        f"for example {path}.{name}={_EXAMPLES[name]}."
-        for name in list_required_sizes(fields["model_type"])
-        if name not in fields
-    )
-    found = (*missing, *_find_field_problems(fields, family, accepted, defaults))
-    problems = [f"{path}.{problem}" for problem in found]
-    problems += rope_forms.find_problems(fields, path, family.rope)
-    # computing with sizes that are missing or not numbers would only repeat those problems
-    return problems or [f"{path}.{problem}" for problem in _find_size_problems(fields, defaults)]
-
-
-def find_multimodal_problems(
-    fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
-) -> list[str]:
-    """Problems of a multimodal model's config.json, except those of its text_config."""
-    accepted = {*_MULTIMODAL_FIELDS, *TOKEN_ID_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
-    found = _find_field_problems(fields, family, accepted, defaults)
-    return [f"{path}.{problem}" for problem in found]
-
-
-def list_required_sizes(model_type: str) -> list[str]:
-    """Sizes that a config.json must have, because transformers does not derive them from others.
-
-    Its default is the size of one published model, which would silently be used for the others.
-    """
-    import transformers
-
-    declared: dict[str, Any] = transformers.CONFIG_MAPPING[model_type].__dataclass_fields__
-    family = FAMILIES[model_type]
-    names = {name for name, field in declared.items() if field.default is not None}
-    names = names - {*family.fields} | {*family.required_fields}
-    return [name for name in _EXAMPLES if name in names]
-
-
-def list_own_fields(model_type: str) -> set[str]:
-    """Fields that a family reads in addition to those of all families."""
-    family = FAMILIES[model_type]
-    own_fields = (*family.fields, family.norm_eps_field, family.activation_field)
-    return {*own_fields, *list_required_sizes(model_type)}
-
 
 _COUNT = Rule(lambda x: json_values.is_integer(x) and x > 0, "a whole number from 1")
 _is_size = _COUNT.is_valid
@@ -235,12 +152,83 @@ _NAMES_BY_RULE = {
 
 _RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names.split()}
 
+_HARMLESS = ("max_window_layers", "use_cache")
+"""Fields of some families that change nothing in the others, or at all."""
+
+
+@functools.cache
+def list_fields(model_type: str) -> frozenset[str]:
+    """Fields that a family reads in addition to those of all families."""
+    import transformers
+
+    declared = transformers.CONFIG_MAPPING[model_type].__dataclass_fields__.keys()
+    family = FAMILIES[model_type]
+    own = (declared & {*_RULES, "layer_types"}) - {*family.values, *_COMMON_FIELDS}
+    return frozenset(own | {*family.more_fields})
+
+
+def list_required_sizes(model_type: str) -> list[str]:
+    """Sizes that a config.json must have, because transformers does not derive them from others.
+
+    Its default is the size of one published model, which would silently be used for the others.
+    """
+    import transformers
+
+    declared: dict[str, Any] = transformers.CONFIG_MAPPING[model_type].__dataclass_fields__
+    family = FAMILIES[model_type]
+    names = {name for name, field in declared.items() if field.default is not None}
+    names = names - {*family.optional_sizes} | {*family.required_sizes}
+    return [name for name in _EXAMPLES if name in names]
+
+
+def select(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a text model's config.json that its family reads."""
+    own = list_fields(fields["model_type"])
+    return {name: x for name, x in fields.items() if name in own or name in _COMMON_FIELDS}
+
+
+def find_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """Problems of a text model's config.json: missing fields, wrong values, unread features.
+
+    Args:
+        fields: fields of the config.json, without nulls.
+        defaults: transformers' defaults for this model_type.
+    Returns: a line for each problem, which begins with a dot and the field's name.
+    """
+    family = FAMILIES[fields["model_type"]]
+    problems = [
+        f".{name}: missing. There is no size that suits every model; for example "
+        f"{name}={_EXAMPLES[name]}."
+        for name in list_required_sizes(fields["model_type"])
+        if name not in fields
+    ]
+    own = {*list_fields(fields["model_type"]), *_COMMON_FIELDS}
+    problems += [f".{problem}" for problem in _find_field_problems(fields, family, own, defaults)]
+    problems += rope.find_problems(fields, family.rope)
+    # computing with sizes that are missing or not numbers would only repeat those problems
+    return problems or [f".{problem}" for problem in _find_size_problems(fields, defaults)]
+
+
+def find_multimodal_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """Problems of a multimodal model's config.json, except those of its text_config."""
+    family = MULTIMODAL_FAMILIES[fields["model_type"]]
+    own = {*TOKEN_ID_FIELDS, "tie_word_embeddings", "initializer_range"}
+    return [f".{problem}" for problem in _find_field_problems(fields, family, own, defaults)]
+
 
 def _find_field_problems(
-    fields: dict[str, Any], family: Family, accepted: set[str], defaults: dict[str, Any]
+    fields: dict[str, Any], family: Family, own: set[str], defaults: dict[str, Any]
 ) -> Iterator[str]:
-    """Values of the wrong type, fields that are not implemented, and unknown fields."""
-    architecture = find_architecture(fields["model_type"])
+    """Values of the wrong type, and features that jaxsp does not have. Args: own: read fields."""
+    import transformers
+
+    model_type = fields["model_type"]
+    base = transformers.PreTrainedConfig.__dataclass_fields__.keys()
+    refused = {*_RULES, *rope.FIELDS}
+    if model_type in FAMILIES:  # others declare fields for images
+        refused |= transformers.CONFIG_MAPPING[model_type].__dataclass_fields__.keys() - base
+    architecture = find_architecture(model_type)
+    has_windows = "sliding_window" in own
     for name, value in fields.items():
         if wrong := json_values.find_problem(_RULES, name, value):
             yield wrong
@@ -250,8 +238,6 @@ def _find_field_problems(
             problem = None if method in family.quant_methods else _QUANTIZED
         elif name in family.values:
             problem = _find_value_problem(value, family.values[name], f"for {architecture}")
-        elif name in _SUPPORTED_VALUES and not (family.window_fields and name in _WINDOW_FIELDS):
-            problem = _find_value_problem(value, *_SUPPORTED_VALUES[name])
         elif name == "layer_types":
             # whether they agree with the window is checked when the window is read
             if not isinstance(value, list) or not {*map(str, value)} <= {*family.layer_types}:
@@ -259,12 +245,17 @@ def _find_field_problems(
                 problem = f"is not implemented: layers must have {types}. Leave it out."
         elif name == "architectures" and not _is_architecture(value, fields):
             problem = f"is not implemented: jaxsp trains {architecture}. Leave it out."
-        elif name not in accepted and (name not in defaults or value != defaults[name]):
-            hint = ""
-            if name not in PASSED_FIELDS:  # a field of another family is not a typo
-                hint = errors.did_you_mean(name, sorted({*accepted, *_SWITCH_FIELDS}))
-            problem = f"is not a field of {fields['model_type']} that jaxsp reads."
-            problem += hint or " Leave it out."
+        elif name in own or name in _HARMLESS:
+            continue
+        elif name in _SUPPORTED_VALUES and not (has_windows and name in _WINDOW_FIELDS):
+            problem = _find_value_problem(value, *_SUPPORTED_VALUES[name])
+        elif name not in defaults or value != defaults[name]:
+            hint = " Leave it out."
+            if name not in refused:  # a typo, except of the names that transformers writes
+                is_foreign = name in base or name.startswith("_")
+                hint = "" if is_foreign else errors.did_you_mean(name, own - {*TOKEN_ID_FIELDS})
+            if hint:
+                problem = f"is not a field of {model_type} that jaxsp reads.{hint}"
         if problem:
             yield f"{name} = {format_value(value)}: {problem}"
 
@@ -293,13 +284,13 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
     num_heads = fields["num_attention_heads"]
     hidden_size = fields["hidden_size"]
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
-    head_dim = fields.get("head_dim")
     if num_heads % num_kv_heads:
         divisors = [number for number in range(1, num_heads + 1) if num_heads % number == 0]
         yield (
             f"num_key_value_heads = {num_kv_heads}: must divide num_attention_heads, "
             f"which is {num_heads}. Use {errors.format_choices(divisors)}."
         )
+    head_dim = fields.get("head_dim")
     if head_dim is None and hidden_size % num_heads:
         yield (
             f"hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
@@ -324,7 +315,9 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             f"linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
         )
-    yield from _find_expert_problems(given, fields)
+    num_experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
+    if num_experts is not None and "num_experts_per_tok" in fields:
+        yield from _find_expert_problems(given, num_experts)
     for name in ("linear_a_log", "linear_dt"):
         low = given.get(f"{name}_min", 0)
         high = given.get(f"{name}_max", 1)
@@ -339,21 +332,17 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
     )
 
 
-def _find_expert_problems(given: dict[str, Any], fields: dict[str, Any]) -> Iterator[str]:
+def _find_expert_problems(given: dict[str, Any], num_experts: int) -> Iterator[str]:
     """Numbers of experts that do not fit together. Args: given: also transformers' defaults."""
-    num_experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
-    num_chosen = fields.get("num_experts_per_tok")
-    if num_experts is None or num_chosen is None:
-        return
+    num_chosen = given["num_experts_per_tok"]
+    num_groups = given.get("n_group", 1)
+    num_chosen_groups = given.get("topk_group", 1)
     if num_chosen > num_experts:
         yield (
             f"num_experts_per_tok = {num_chosen}: must be at most the number of experts, which is "
             f"{num_experts}."
         )
-        return
-    num_groups = given.get("n_group", 1)
-    num_chosen_groups = given.get("topk_group", 1)
-    if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
+    elif num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
         yield (
             f"n_group = {num_groups}: must divide n_routed_experts, which is {num_experts}, "
             "into groups of at least 2. Use 1."

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxsp.blocks import rope as model_rope
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, rope_forms, rope_types
+from jaxsp.hf import model_config, rope
 from jaxsp.hf.families import FAMILIES
 from tests import tolerances
 from tests.messages import assert_names
@@ -75,13 +75,9 @@ MAX_POSITIONS = 131072
 
 
 def parse(group, *, row_tokens=None, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS):
-    inputs = rope_types.RopeInputs(
-        group=group,
-        head_dim=head_dim,
-        max_position_embeddings=max_positions,
-        row_tokens=row_tokens,
+    return rope.parse(
+        group, head_dim=head_dim, max_position_embeddings=max_positions, row_tokens=row_tokens
     )
-    return rope_types.parse(inputs)
 
 
 def of_transformers(group: dict[str, Any], row_tokens: int | None) -> tuple[np.ndarray, float]:
@@ -109,7 +105,7 @@ def test_frequencies_equal_those_of_transformers(name, row_tokens):
 
 
 def test_every_type_is_compared():
-    assert {group["rope_type"] for group in GROUPS.values()} == {*rope_types.TYPES}
+    assert {group["rope_type"] for group in GROUPS.values()} == {*rope.TYPES}
 
 
 def test_default_and_llama3_are_computed_in_float64_without_other_roundings():
@@ -155,9 +151,9 @@ def test_dynamic_is_refused_where_it_depends_on_the_batch():
         max_position_embeddings=MAX_POSITIONS, rope_parameters=dict(group)
     ).to_dict()
     with pytest.raises(UserError) as raised:
-        model_config.parse_model_config(fields, field="c", row_tokens=200_000)
+        model_config.parse_model_config(fields, row_tokens=200_000)
     (problem,) = raised.value.problems
-    start = "c.rope_parameters.rope_type = dynamic: "
+    start = ".rope_parameters.rope_type = dynamic: "
     assert_names(problem, "batch", "200,000", "131072", "yarn", "1.526", start=start)
 
 
@@ -177,17 +173,17 @@ def test_a_description_has_type_theta_and_extension(name, parts):
 
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 131072}
-ALIKE = rope_types.RopeSupport()
-LAYERED = rope_types.RopeSupport(
+ALIKE = rope.RopeSupport()
+LAYERED = rope.RopeSupport(
     layer_types=("full_attention", "sliding_attention"),
     outside_fields=("rope_theta", "rope_local_base_freq"),
 )
-PHI = rope_types.RopeSupport(
+PHI = rope.RopeSupport(
     types=("default", "longrope"),
     outside_fields=("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
 )
 MINISTRAL = FAMILIES["ministral3"].rope
-PUBLISHED: dict[str, tuple[dict[str, Any], rope_types.RopeSupport]] = {
+PUBLISHED: dict[str, tuple[dict[str, Any], rope.RopeSupport]] = {
     "Qwen3 with YaRN": (
         {"rope_theta": 1e6, "rope_scaling": {k: YARN[k] for k in YARN if k != "rope_theta"}},
         ALIKE,
@@ -252,8 +248,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], rope_types.RopeSupport]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_accepted(name):
     fields, support = PUBLISHED[name]
-    fields = SIZES | rope_forms.normalize(fields)
-    assert rope_forms.find_problems(fields, "model.config", support) == []
+    fields = SIZES | rope.normalize(fields)
+    assert rope.find_problems(fields, support) == []
 
 
 def scaling(group: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -267,7 +263,7 @@ LAYER_GROUPS = {
     }
 }
 
-REFUSED: list[tuple[dict[str, Any], rope_types.RopeSupport, str, list[str]]] = [
+REFUSED: list[tuple[dict[str, Any], rope.RopeSupport, str, list[str]]] = [
     (
         LAYER_GROUPS | {"rope_local_base_freq": 5e3},
         LAYERED,
@@ -356,12 +352,12 @@ REFUSED: list[tuple[dict[str, Any], rope_types.RopeSupport, str, list[str]]] = [
 
 @pytest.mark.parametrize(("fields", "support", "start", "parts"), REFUSED)
 def test_wrong_fields_are_refused_by_name(fields, support, start, parts):
-    (problem,) = rope_forms.find_problems(SIZES | rope_forms.normalize(fields), "c", support)
-    assert_names(problem.removeprefix("c."), *parts, start=start)
+    (problem,) = rope.find_problems(SIZES | rope.normalize(fields), support)
+    assert_names(problem.removeprefix("."), *parts, start=start)
 
 
 def test_a_type_that_needs_the_models_range_needs_it_in_the_config():
     group = {name: YARN[name] for name in ("rope_type", "rope_theta", "factor")}
     fields = {"hidden_size": 256, "num_attention_heads": 4, "rope_parameters": group}
-    (problem,) = rope_forms.find_problems(fields, "c", ALIKE)
-    assert_names(problem, "max_position_embeddings", start="c.rope_parameters.rope_type = yarn: ")
+    (problem,) = rope.find_problems(fields, ALIKE)
+    assert_names(problem, "max_position_embeddings", start=".rope_parameters.rope_type = yarn: ")

@@ -1,0 +1,562 @@
+"""Rotary position embedding of a config.json: types, frequencies, and checks of its fields.
+
+It is given as `rope_parameters` (transformers 5), or as `rope_scaling` with `rope_theta` beside it
+(transformers 4). Families whose layers differ have a group for each layer type in
+`rope_parameters`; transformers 4 had the field rope_local_base_freq for Gemma 3's windowed layers.
+
+To add a type: one function and one entry of `TYPES`. Angles need float64, because transformers'
+float32 frequencies are off by 1e-7, which is 0.3 rad at position 5,000,000.
+
+Sources: transformers' modeling_rope_utils.py; frequencies: Su et al. 2021, arXiv:2104.09864;
+llama3: Llama 3.1's published code; yarn: Peng et al. 2023, arXiv:2309.00071; longrope: Ding et al.
+2024, arXiv:2402.13753.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxsp.blocks.config import Rope
+from jaxsp.config import json_values
+from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
+from jaxsp.config.yaml_io import format_value
+from jaxsp.core import errors
+from jaxsp.core.errors import UserError
+
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+
+ORIGINAL = "original_max_position_embeddings"
+PARTIAL = "partial_rotary_factor"
+_LOCAL_THETA = "rope_local_base_freq"
+
+GROUPS = ("rope_parameters", "rope_scaling")
+
+OUTSIDE_FIELDS = ("rope_theta", PARTIAL, _LOCAL_THETA, ORIGINAL)
+"""Fields beside the groups. Which of them a family has is in its `RopeSupport`."""
+
+FIELDS = (*GROUPS, *OUTSIDE_FIELDS)
+
+LAYER_THETAS = "layer_rope_theta"
+"""Field with rope_theta for each layer that has RoPE, and 0 for the others (Muse Glimmer)."""
+
+NO_THETA = {"rope_theta": None}
+"""Result of `find_theta` for a model without RoPE, if that is possible in its family."""
+
+NO_ROPE = Rope(frequencies=(), description="none")
+"""RoPE of such a model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Inputs:
+    """Everything that the frequencies of a layer depend on."""
+
+    group: dict[str, Any]
+    """Fields that `find_group_problems` accepts, without nulls."""
+    dim: int
+    """Number of elements of each head that are rotated."""
+    base: np.ndarray
+    """Radians per position of each rotated pair with the type `default`, float64 [pairs]."""
+    limit: int | None
+    """Number of positions of the model (max_position_embeddings)."""
+    row_tokens: int
+
+    @property
+    def original(self) -> int:
+        """Number of positions that the model had before its range was extended."""
+        positions = self.group.get(ORIGINAL, self.limit)
+        assert positions is not None, "checked before"
+        return positions
+
+    @property
+    def factor(self) -> float:
+        """Factor of the extension."""
+        if "factor" in self.group:
+            return float(self.group["factor"])
+        assert self.limit is not None, "checked before"
+        return self.limit / self.original
+
+    @property
+    def extension(self) -> str:
+        return f"factor {self.factor:g} over {self.original:,} positions"
+
+
+def count_rotated(head_dim: int, group: Mapping[str, Any]) -> int:
+    """Number of elements of each head that are rotated, as in transformers."""
+    return int(head_dim * group.get(PARTIAL, 1.0))
+
+
+def parse(
+    group: Mapping[str, Any],
+    *,
+    head_dim: int,
+    max_position_embeddings: int | None = None,
+    row_tokens: int | None = None,
+) -> Rope:
+    """Converts one resolved group of `rope_parameters`, with rope_type and rope_theta.
+
+    Args: row_tokens: length of the rows, by which longrope chooses its factors; None: no longer
+        than the model's original range.
+    Raises: UserError if the frequencies would depend on the batch.
+    """
+    group = {name: value for name, value in group.items() if value is not None}
+    dim = count_rotated(head_dim, group)
+    base = float(group["rope_theta"]) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    inputs = _Inputs(
+        group=group, dim=dim, base=base, limit=max_position_embeddings, row_tokens=row_tokens or 0
+    )
+    frequencies, scale, details = TYPES[group["rope_type"]].compute(inputs)
+    parts = [group["rope_type"], f"theta {group['rope_theta']:,.12g}", *filter(None, [details])]
+    if dim < head_dim:
+        parts.append(f"{dim} of {head_dim} elements rotated")
+    return Rope(
+        frequencies=tuple(frequencies.tolist()), scale=float(scale), description=", ".join(parts)
+    )
+
+
+_Result = tuple[np.ndarray, float, str]
+"""Frequencies in radians per position [pairs], factor of cosine and sine, and a description."""
+
+
+def _linear(inputs: _Inputs) -> _Result:
+    """Positions are divided by the factor."""
+    return inputs.base / inputs.factor, 1.0, f"factor {inputs.factor:g}"
+
+
+def _dynamic(inputs: _Inputs) -> _Result:
+    """Equals default within the model's range; beyond it, theta depends on the longest document."""
+    limit = inputs.limit
+    if limit is not None and inputs.row_tokens > limit:
+        raise UserError(
+            f"is not implemented for rows of {inputs.row_tokens:,} tokens: beyond "
+            f"{limit:,} positions (max_position_embeddings) the frequencies of all tokens depend "
+            "on the longest document of a batch. Use model.rope={type: yarn, factor: "
+            f"{format_factor(inputs.row_tokens / limit)}}}, or data.row_tokens of at most {limit}."
+        )
+    return inputs.base, 1.0, ""
+
+
+def _llama3(inputs: _Inputs) -> _Result:
+    """Low frequencies are divided by the factor.
+
+    Wavelengths above original / low_freq_factor become `factor` times longer; those below
+    original / high_freq_factor stay the same. Between them, frequencies are interpolated linearly
+    in original / wavelength.
+    """
+    low = inputs.group["low_freq_factor"]
+    periods = inputs.original * inputs.base / (2 * np.pi)
+    factor_range = inputs.group["high_freq_factor"] - low
+    unscaled = np.clip((periods - low) / factor_range, 0.0, 1.0)
+    return inputs.base * (unscaled + (1 - unscaled) / inputs.factor), 1.0, inputs.extension
+
+
+def _yarn(inputs: _Inputs) -> _Result:
+    """Low frequencies are divided by the factor, and cosine and sine grow with its logarithm.
+
+    Pairs that rotate more than beta_fast times in the original range stay the same; those that
+    rotate less than beta_slow times are divided by the factor; a linear ramp lies between them.
+    """
+    group = inputs.group
+    dim = inputs.dim
+
+    def pair_at(rotations: float) -> float:
+        """Index of the pair that rotates that often in the original range."""
+        wavelength = inputs.original / (rotations * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(group["rope_theta"]))
+
+    def mscale(weight: float) -> float:
+        return 1.0 if inputs.factor <= 1 else 0.1 * weight * math.log(inputs.factor) + 1.0
+
+    low = pair_at(float(group.get("beta_fast", 32)))
+    high = pair_at(float(group.get("beta_slow", 1)))
+    if group.get("truncate", True):
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)  # dim, not pairs, as in transformers
+    if low == high:
+        high += 0.001
+    interpolated = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0, 1)
+    scale = mscale(1.0)
+    if "attention_factor" in group:
+        scale = float(group["attention_factor"])
+    elif group.get("mscale") and group.get("mscale_all_dim"):
+        scale = mscale(float(group["mscale"])) / mscale(float(group["mscale_all_dim"]))
+    frequencies = inputs.base * (interpolated / inputs.factor + (1 - interpolated))
+    return frequencies, scale, inputs.extension
+
+
+def _longrope(inputs: _Inputs) -> _Result:
+    """Each frequency has its own divisor, from one list for short rows and one for long rows.
+
+    transformers chooses by the longest document of a batch. Here the choice is fixed for a run, by
+    the length of its rows.
+    """
+    group = inputs.group
+    is_long = inputs.row_tokens > inputs.original
+    scale: float | None = group.get("attention_factor")
+    if scale is None:
+        scale = 1.0
+        if inputs.factor > 1:
+            scale = math.sqrt(1 + math.log(inputs.factor) / math.log(inputs.original))
+    name = "long" if is_long else "short"
+    divisors = np.array(group[f"{name}_factor"], np.float64)
+    relation = "above" if is_long else "of at most"
+    details = f"{name} factors (for rows {relation} {inputs.original:,} tokens)"
+    if group["long_factor"] == group["short_factor"]:
+        details = "the same factors for all rows"
+    return inputs.base / divisors, scale, details
+
+
+def format_factor(factor: float) -> str:
+    """A factor for a suggestion, rounded up to three decimals."""
+    return f"{math.ceil(round(factor * 1000, 6)) / 1000:g}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeType:
+    """Entry of the registry: how a type computes frequencies, and its fields."""
+
+    compute: Callable[[_Inputs], _Result]
+    required: tuple[str, ...] = ()
+    """Fields without a default."""
+    optional: tuple[str, ...] = ()
+    """Fields with a default, besides those of all types."""
+    extends_range: bool = False
+    """True if max_position_embeddings is `factor` times the original range."""
+    needs_range: bool = False
+    """True if it depends on the number of positions: max_position_embeddings or the original."""
+    ordered: tuple[str, ...] = ()
+    """Two fields of which the first must be below the second, and an example."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All fields of a group, except the type."""
+        return ("rope_theta", PARTIAL, *self.required, *self.optional)
+
+
+TYPES = {
+    "default": RopeType(compute=lambda inputs: (inputs.base, 1.0, "")),
+    "linear": RopeType(compute=_linear, required=("factor",), extends_range=True),
+    "dynamic": RopeType(compute=_dynamic, required=("factor",), needs_range=True),
+    "llama3": RopeType(
+        compute=_llama3,
+        required=("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+        ordered=("low_freq_factor", "high_freq_factor", "Llama 3.1 has 1 and 4."),
+    ),
+    "yarn": RopeType(
+        compute=_yarn,
+        optional=(
+            *("factor", ORIGINAL, "beta_fast", "beta_slow"),
+            *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        ),
+        extends_range=True,
+        needs_range=True,
+        ordered=("beta_slow", "beta_fast", "The YaRN paper has 1 and 32."),
+    ),
+    "longrope": RopeType(
+        compute=_longrope,
+        required=("short_factor", "long_factor"),
+        optional=("factor", ORIGINAL, "attention_factor"),
+        extends_range=True,
+        needs_range=True,
+    ),
+}
+"""All types by their name in `rope_type`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeSupport:
+    """Rotary features that a family's code in transformers has."""
+
+    types: tuple[str, ...] = tuple(TYPES)
+    layer_types: tuple[str, ...] = ()
+    """Layer types with their own groups in `rope_parameters`; empty if all layers share one."""
+    outside_fields: tuple[str, ...] = ("rope_theta",)
+    """Fields beside the groups: partial_rotary_factor if it may be below 1, rope_local_base_freq
+    for layers with a window in transformers 4 (Gemma 3), original_max_position_embeddings
+    (Phi-3)."""
+    extra_fields: tuple[str, ...] = ()
+    """Fields of a group that the family reads elsewhere (Ministral 3: llama_4_scaling_beta)."""
+    required_fields: tuple[str, ...] = ()
+    """Fields that a group must have in addition to those of its type."""
+    is_optional: bool = False
+    """True if a `rope_theta` of null means that no layer has RoPE (OLMo Hybrid)."""
+    only_windows: bool = False
+    """True if only layers with a window have RoPE (Cohere 2)."""
+
+
+_THETA = Rule(lambda x: json_values.is_number(x) and x > 1, "a number above 1")
+_DIVISORS = Rule(
+    lambda x: isinstance(x, list) and bool(x) and all(map(POSITIVE.is_valid, x)),
+    "a list of numbers above 0, one for each rotated pair",
+)
+
+_RULES = {
+    **dict.fromkeys(("rope_theta", _LOCAL_THETA), _THETA),
+    PARTIAL: Rule(lambda x: POSITIVE.is_valid(x) and x <= 1, "a number above 0, at most 1"),
+    "factor": Rule(lambda x: json_values.is_number(x) and x >= 1, "a number from 1"),
+    ORIGINAL: Rule(lambda x: json_values.is_integer(x) and x > 1, "a whole number from 2"),
+    "truncate": SWITCH,
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), NOT_NEGATIVE),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "attention_factor"), POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow"), POSITIVE),
+    **dict.fromkeys(("short_factor", "long_factor"), _DIVISORS),
+}
+"""Values that fields of groups, and beside groups, may have."""
+
+_EXAMPLES = {
+    "factor": "Llama 3.1 has 8 with llama3, and Gemma 3 has 8 with linear.",
+    **dict.fromkeys(
+        ("low_freq_factor", "high_freq_factor", ORIGINAL),
+        "Llama 3.1 has factor 8, 1 and 4, and 8192 positions.",
+    ),
+    **dict.fromkeys(
+        ("short_factor", "long_factor"),
+        "It is a list with a number for each rotated pair of a head's elements.",
+    ),
+    "llama_4_scaling_beta": "Ministral 3 has 0.1.",
+}
+"""Examples of required fields."""
+
+_WHOLE_HEADS = "It rotates whole heads: use 1, or leave it out."
+
+_SUGGESTIONS = {
+    PARTIAL: _WHOLE_HEADS,
+    _LOCAL_THETA: "All its layers have the same rope_theta: leave it out.",
+    ORIGINAL: "Put it into rope_scaling.",
+}
+"""Suggestions for fields beside the groups that the family does not have."""
+
+_TYPE_FIELDS = ("rope_type", "type")
+"""Present and former name of the type's field."""
+
+_IGNORED = (*_TYPE_FIELDS, "finetuned")
+"""Fields that every group may have; `finetuned` is in configs of early YaRN models."""
+
+
+def find_theta(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the field `rope_theta` of a config.json, as transformers finds it; empty if it has
+    none.
+
+    Args: fields: with nulls, for families whose layers share one group.
+    """
+    group = fields.get("rope_scaling") or fields.get("rope_parameters")
+    places = (group if isinstance(group, dict) else {}, fields)
+    return next(({"rope_theta": x["rope_theta"]} for x in places if "rope_theta" in x), {})
+
+
+def normalize(group: dict[str, Any]) -> dict[str, Any]:
+    """Copies a group, or a group for each layer type, as transformers reads it.
+
+    Types have their present names, and are in `rope_type`: with only `type`, transformers would
+    read the default for layers that differ (Gemma 3). Nulls are left out, except for `factor`,
+    which transformers then computes from the numbers of positions.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, dict):
+            value = normalize(value)
+        elif name in _TYPE_FIELDS:
+            value = "longrope" if value == "su" else value  # its former name
+        if value is not None or name == "factor":
+            kept[str(name)] = value
+    if "type" in kept:
+        kept.setdefault("rope_type", kept["type"])
+    return kept
+
+
+def is_nested(group: dict[str, Any], support: RopeSupport) -> bool:
+    """True if a group has a group for each layer type."""
+    return any(name in support.layer_types for name in group)
+
+
+def to_old_form(groups: dict[str, Any], support: RopeSupport) -> dict[str, Any]:
+    """Converts `rope_parameters` to the fields of transformers 4; empty if these cannot express
+    it."""
+    local: dict[str, Any] = {}
+    if is_nested(groups, support):
+        sliding, groups = (groups[name] for name in (SLIDING_ATTENTION, FULL_ATTENTION))
+        theta = sliding["rope_theta"]
+        if _LOCAL_THETA in support.outside_fields:
+            local = {_LOCAL_THETA: theta}
+        if sliding["rope_type"] != "default" or not (local or theta == groups["rope_theta"]):
+            return {}
+    outside = {name: groups[name] for name in support.outside_fields if name in groups}
+    scaling = {name: value for name, value in groups.items() if name not in outside}
+    is_default = scaling == {"rope_type": "default"}
+    if ORIGINAL in support.outside_fields:
+        # transformers 4 reads Phi-3's scaling only with `type`, and without other fields
+        scaling["type"] = scaling.pop("rope_type")
+    return {**outside, "rope_scaling": None if is_default else scaling, **local}
+
+
+def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
+    """Problems of the rotary fields, which begin with a dot. Every field of every type is checked.
+
+    Args: fields: fields of the config.json, without nulls, with groups from `normalize`.
+    """
+    problems = []
+    outside = {}
+    for name in OUTSIDE_FIELDS:
+        value = fields.get(name)
+        if value is None or (name == PARTIAL and value == 1):
+            continue
+        if name not in support.outside_fields:
+            problems.append(
+                f".{name} = {format_value(value)}: is not implemented for this model_type. "
+                f"{_SUGGESTIONS[name]}"
+            )
+        elif wrong := json_values.find_problem(_RULES, name, value):
+            problems.append(f".{wrong}")
+        else:
+            outside[name] = value
+    local = {"rope_theta": outside.pop(_LOCAL_THETA, None)}
+    main_groups = []
+    for form in GROUPS:
+        whole = fields.get(form)
+        if whole is None or (not whole and "default" in support.types):
+            continue
+        if problem := _find_form_problem(form, whole, support):
+            problems.append(problem)
+            continue
+        groups = {FULL_ATTENTION: {}} | whole if is_nested(whole, support) else {"": whole}
+        for layer_type, group in groups.items():
+            place = f".{form}.{layer_type}".rstrip(".")
+            if layer_type and (problem := _find_layer_problem(layer_type, group, support)):
+                problems.append(f"{place}{problem}")
+                continue
+            is_local = layer_type == SLIDING_ATTENTION
+            beside = local if is_local else outside
+            found = find_group_problems(group, fields, support, beside)
+            problems += [f"{place}.{problem}" for problem in found]
+            problems += [
+                f".{_LOCAL_THETA if is_local else name} = {format_value(value)}: must equal "
+                f"{place[1:]}.{name} = {format_value(group[name])}. Leave one out."
+                for name, value in beside.items()
+                if None not in (value, group.get(name)) and value != group[name]
+            ]
+            if not is_local:
+                main_groups.append({**outside, **_comparable(group)})
+    if not problems and any(group != main_groups[0] for group in main_groups):
+        problems.append(".rope_scaling: must equal rope_parameters. Leave one out.")
+    return problems
+
+
+def _find_form_problem(form: str, group: Any, support: RopeSupport) -> str | None:
+    """Problem of a group, or of groups for each layer type, that transformers would not read."""
+    if not isinstance(group, dict):
+        return f".{form} = {format_value(group)}: must be a group of fields, or null."
+    if not support.layer_types or is_nested(group, support) == (form == "rope_parameters"):
+        return None
+    types = errors.format_choices(support.layer_types)
+    if form == "rope_scaling":
+        return f".{form}: must have no groups for layers of {types}. Use rope_parameters for these."
+    return (
+        f".{form}: must have groups of fields for layers of {types}. Use rope_scaling for one "
+        "group."
+    )
+
+
+def _find_layer_problem(name: str, group: Any, support: RopeSupport) -> str | None:
+    """Problem of the group of a layer type, besides those of its fields."""
+    if name not in support.layer_types:
+        types = errors.format_choices(support.layer_types)
+        return f" = {format_value(group)}: is not a layer type of this model_type. Use {types}."
+    if not isinstance(group, dict):
+        return f" = {format_value(group)}: must be a group of fields, or null."
+    if group.get("truncate") is False:
+        return (
+            ".truncate = false: is not implemented in the group of a layer type, where "
+            "transformers ignores it. Leave it out."
+        )
+    return None
+
+
+def _comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with its type in `rope_type`, without ignored fields and rotation of whole heads."""
+    kept = {name: value for name, value in group.items() if name not in _IGNORED}
+    if kept.get(PARTIAL) == 1:
+        del kept[PARTIAL]
+    return {"rope_type": group.get("rope_type", "default"), **kept}
+
+
+def find_group_problems(
+    group: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    support: RopeSupport,
+    outside: Mapping[str, Any],
+) -> list[str]:
+    """Problems of one group, which begin with the names of its fields.
+
+    Args:
+        fields: fields of the config.json.
+        outside: valid fields beside the groups that belong to this one.
+    """
+    type_name, *others = [group[name] for name in _TYPE_FIELDS if name in group] or ["default"]
+    if type_name not in support.types or others not in ([], [type_name]):
+        return [
+            f"rope_type = {errors.format_choices([type_name, *others])}: is not implemented for "
+            f"this model_type. Use {errors.format_choices(support.types)}."
+        ]
+    problems = []
+    rope_type = TYPES[type_name]
+    known = {*rope_type.fields, *_IGNORED, *support.extra_fields}
+    if PARTIAL not in support.outside_fields:
+        known.remove(PARTIAL)
+    group = {name: value for name, value in group.items() if value is not None}
+    for name, value in group.items():
+        if name not in known and not (name == PARTIAL and value == 1):
+            hint = errors.did_you_mean(str(name), known) or " Leave it out."
+            if name == PARTIAL:
+                hint = f" {_WHOLE_HEADS}"
+            problems.append(
+                f"{name} = {format_value(value)}: is not implemented for rope_type {type_name} "
+                f"of this model_type.{hint}"
+            )
+        elif problem := json_values.find_problem(_RULES, name, value):
+            problems.append(problem)
+    given = {**outside, **group}
+    problems += [
+        f"{name}: missing. {_EXAMPLES[name]}"
+        for name in (*rope_type.required, *support.required_fields)
+        if name not in given
+    ]
+    if rope_type.needs_range and not {"max_position_embeddings", ORIGINAL} & {*fields, *given}:
+        problems.append(
+            f"rope_type = {type_name}: needs the number of positions that the model was trained "
+            "for. Set max_position_embeddings."
+        )
+    return problems or [*_find_relation_problems(rope_type, given, fields)]
+
+
+def _find_relation_problems(
+    rope_type: RopeType, given: Mapping[str, Any], fields: Mapping[str, Any]
+) -> Iterator[str]:
+    """Values of a group that do not fit together, or do not fit the head's size."""
+    if rope_type.ordered:
+        small, large, example = rope_type.ordered
+        low, high = ({"beta_slow": 1, "beta_fast": 32, **given}[name] for name in (small, large))
+        if low >= high:
+            yield f"{small} = {low}: must be below {large}, which is {high}. {example}"
+    sizes: list[Any] = [fields.get(name) for name in ("hidden_size", "num_attention_heads")]
+    head_dim: Any = fields.get("head_dim")
+    if head_dim is None and all(json_values.is_integer(size) and size > 0 for size in sizes):
+        head_dim = sizes[0] // sizes[1]
+    if not json_values.is_integer(head_dim) or head_dim <= 0 or head_dim % 2:
+        return  # the sizes are missing or wrong, which is another problem
+    rotated = count_rotated(head_dim, given)
+    if rotated % 2 or rotated == 0:
+        yield (
+            f"{PARTIAL} = {given.get(PARTIAL, 1)}: gives "
+            f"{rotated} of {head_dim} elements of a head; it must be an even number from 2."
+        )
+    for name in ("short_factor", "long_factor"):
+        if name in given and len(given[name]) != rotated // 2:
+            yield (
+                f"{name}: has {len(given[name])} numbers, but {rotated} elements of a head are "
+                f"rotated in pairs. Give {rotated // 2} numbers."
+            )
