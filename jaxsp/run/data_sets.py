@@ -11,7 +11,7 @@ from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import sources
-from jaxsp.data.ingest.record_cache import DamagedCacheError
+from jaxsp.data.ingest.cache import DamagedCacheError
 from jaxsp.data.packing import dataset, document_selection
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -113,9 +113,6 @@ def make_data_sets(
                 raise
             rebuilt.add(damage.path)
             distributed.log(damage.notice)
-        problems = ProblemCollector()
-        opened = open_sources(config, for_training=for_training, problems=problems)
-        problems.raise_if_any()
 
 
 def _suggest_vocabulary(config: Config) -> str:

@@ -50,7 +50,7 @@ def print_preview(
         field = f"data.train.{number}.source"
         with problems.collect(), at(field, source.source):
             records = sources.read(source, data=config.data)
-            unread = sources.list_unread_fields(source)
+            unread = sources.list_unread_fields(source, config.data)
             encoded = documents.encode_examples(
                 records,
                 source=source,

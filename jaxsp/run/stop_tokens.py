@@ -62,7 +62,8 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
     for field, source in opened.train.items():
         if not source.is_chat:
             continue
-        texts = (x["record"] for x in opened.records[field] if x["problem"] is None)
+        entries = opened.records[field].entries()
+        texts = (entry["record"] for entry in entries if entry["problem"] is None)
         first = json.loads(next(texts, "{}"))
         # otherwise a prompt and a completion of plain text
         if not isinstance(first.get("prompt"), str):

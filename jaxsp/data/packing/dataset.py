@@ -10,7 +10,7 @@ import pyarrow as pa
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.ingest import columnar
+from jaxsp.data.ingest import cache
 from jaxsp.data.packing import mixing
 from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.loader import BatchLoader, RowPlacement
@@ -205,8 +205,8 @@ def pack_arrays(
 
     table = pa.table(
         {
-            "tokens": columnar.make_lists([array.astype(np.int32) for array in documents]),
-            "labels": columnar.make_lists([array.astype(np.int32) for array in labels]),
+            "tokens": cache.make_lists([array.astype(np.int32) for array in documents]),
+            "labels": cache.make_lists([array.astype(np.int32) for array in labels]),
             "place": pa.array([f"{name}[{number}]" for number in range(len(documents))]),
         }
     )

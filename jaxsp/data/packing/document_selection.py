@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.formats.records import BARE_ANSWERS, FIRST_TOKENS
-from jaxsp.data.ingest import record_cache
-from jaxsp.data.ingest.record_cache import RecordEntry
-from jaxsp.data.ingest.token_stats import CheckedIds, TokenStats
+from jaxsp.data.formats.records import BARE_ANSWERS, FIRST_TOKENS, RecordEntry
+from jaxsp.data.ingest import cache
+from jaxsp.data.ingest.cache import CheckedIds, TokenStats
 from jaxsp.data.packing import packing
 from jaxsp.data.packing.packing import Segments
 
@@ -38,7 +37,7 @@ class Chunk:
 def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) -> list[Chunk]:
     """Returns the stored documents of a dataset. Args: stats: checksums of the ids, if known."""
     lists = {
-        name: list(record_cache.read_lists(dataset, name))
+        name: list(cache.read_lists(dataset, name))
         for name in ("tokens", "labels", "weights")
         if name in dataset.column_names
     }
@@ -97,9 +96,7 @@ def select_records(
         for dataset, name in zip(tokenized, source_names, strict=True)
     ]
     lengths = [
-        np.concatenate(
-            [np.diff(offsets) for offsets, _ in record_cache.read_lists(dataset, "tokens")]
-        )
+        np.concatenate([np.diff(offsets) for offsets, _ in cache.read_lists(dataset, "tokens")])
         for dataset in tokenized
     ]
     # a document of one token has no loss
@@ -255,9 +252,7 @@ def select_documents(
         num_skipped = 0
         skipped: list[RecordEntry] = []
         if num_empty[number] and "problem" in dataset.column_names:
-            num_skipped, skipped = record_cache.find_bad_records(
-                dataset, max_examples=_MAX_NAMED_RECORDS
-            )
+            num_skipped, skipped = cache.find_bad_records(dataset, max_examples=_MAX_NAMED_RECORDS)
         numbers |= {"num_skipped": num_skipped, "num_empty": int(num_empty[number]) - num_skipped}
         numbers["num_bare_answers"] = 0
         if BARE_ANSWERS in dataset.column_names:

@@ -11,7 +11,7 @@ from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.formats.records import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
-from jaxsp.data.ingest.token_stats import TokenStats
+from jaxsp.data.ingest.cache import TokenStats
 from jaxsp.data.packing import document_selection
 from jaxsp.data.packing.document_selection import Chunk
 from jaxsp.data.packing.packing import Segments

@@ -15,10 +15,10 @@ from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats.records import BARE_ANSWERS, FIRST_TOKENS, IS_DESIRABLE
 from jaxsp.data.formats.source import Source
+from jaxsp.data.ingest.sources import Records
 from jaxsp.data.tokenization.encoding import TextEncoder
 
 if TYPE_CHECKING:
-    import datasets
     import transformers
 
 
@@ -141,7 +141,7 @@ class Example(NamedTuple):
 
 
 def encode_examples(
-    dataset: "datasets.Dataset",
+    records: Records,
     *,
     source: Source,
     data: DataConfig,
@@ -151,7 +151,6 @@ def encode_examples(
     """Yields the documents of the first usable records, as `tokenize_dataset` encodes them.
 
     Args:
-        dataset: the records of `sources.read`.
         num_records: None: the first one, and among the next ones one of each kind of chat.
     Raises: UserError if there is none, and for a bad record before one, unless `data` skips them.
     """
@@ -161,7 +160,7 @@ def encode_examples(
         options = resolve_options(source, data=data, tokenizer=tokenizer)
     seen: set[str] = set()
     num_examples = 0
-    for index, entry in enumerate(dataset):
+    for index, entry in enumerate(records.entries()):
         is_done = num_examples and num_records is None
         if num_examples == num_records or (is_done and index >= _MAX_SEARCHED):
             break
