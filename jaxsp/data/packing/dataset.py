@@ -12,11 +12,10 @@ from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.ingest import cache
 from jaxsp.data.packing import mixing
-from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.loader import BatchLoader, RowPlacement
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
-from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.packing.row_reader import Documents, SourceCounts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
