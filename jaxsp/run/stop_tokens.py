@@ -14,7 +14,7 @@ from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
-from jaxsp.data.tokenization import documents
+from jaxsp.data.tokenization import tokenize
 from jaxsp.hf import folder, writer
 from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
@@ -67,14 +67,15 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
         first = json.loads(next(texts, "{}"))
         # otherwise a prompt and a completion of plain text
         if not isinstance(first.get("prompt"), str):
-            options = documents.resolve_options(source, data=config.data, tokenizer=tokenizer)
+            options = tokenize.resolve_options(source, data=config.data, tokenizer=tokenizer)
+            assert options is not None, "chats have a tokenizer"
             break
     else:
         return StopTokens()
     # all sources have the same template
     try:
         renderer = TemplateRenderer(
-            {}, tokenizer=tokenizer, template=options.chat.template, with_marks=False
+            {}, tokenizer=tokenizer, template=options.template, with_marks=False
         )
     except UserError:  # several templates, none of which is for all records
         return StopTokens()

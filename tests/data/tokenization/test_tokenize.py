@@ -23,9 +23,8 @@ from jaxsp.data.formats.plain import Text
 from jaxsp.data.ingest import cache, sources
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import documents, tokenizers
 from jaxsp.data.tokenization import tokenize as text
-from jaxsp.data.tokenization.documents import TokenizeOptions
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.run import export_command
 from tests.data.chat import chats
@@ -263,7 +262,7 @@ def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
     def encode(*_, **__):
         raise RuntimeError("tokenized again")
 
-    monkeypatch.setattr(documents, "encode_records", encode)
+    monkeypatch.setattr(text, "encode_records", encode)
     monkeypatch.setattr(cache, "compute_stats", encode)
     assert (
         tokens("a.txt")
@@ -325,10 +324,8 @@ def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path
     )
     tokenizer = chats.tokenizer()
     results = []
-    encode = documents.encode_records
-    monkeypatch.setattr(
-        documents, "encode_records", lambda *args: results.append(1) or encode(*args)
-    )
+    encode = text.encode_records
+    monkeypatch.setattr(text, "encode_records", lambda *args: results.append(1) or encode(*args))
     for number, change in enumerate(
         [
             {"chat_template": chats.CHATML},
@@ -352,10 +349,8 @@ def test_a_template_kept_in_a_tokenizer_gives_the_cached_tokens(tmp_path, monkey
     )
     write(tmp_path / "b.jsonl", {"text": "x"})
     results = []
-    encode = documents.encode_records
-    monkeypatch.setattr(
-        documents, "encode_records", lambda *args: results.append(1) or encode(*args)
-    )
+    encode = text.encode_records
+    monkeypatch.setattr(text, "encode_records", lambda *args: results.append(1) or encode(*args))
     first = tokens(
         "a.jsonl", format="messages", tokenizer=chats.tokenizer(), chat_template=chats.CHATML
     )
@@ -532,9 +527,8 @@ def test_a_worker_tokenizes_with_its_fraction_of_the_cores(monkeypatch):
     options = ChatOptions(
         tokenizer=tokenizers.make_byte_tokenizer(), template=None, has_full_loss=True
     )
-    how = TokenizeOptions(source=Text(source="x"), chat=options)
     for threads, expected in ((1, ("false", "1")), (3, ("true", "3"))):
-        text._start_worker(how, threads)
+        text._start_worker(Text(source="x"), options, threads)
         entry = {"place": "a", "problem": None, "text": "x"}
         assert text._encode_in_worker([entry])["tokens"].to_pylist() == [[120, 256]]
         assert (os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"]) == expected
@@ -569,8 +563,8 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     config = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
     how = {"source": config.train[0], "tokenizer": chats.tokenizer()}
     records = sources.read(config.train[0], data=config)
-    (example,) = documents.encode_examples(records, data=config, **how)
-    assert len(list(documents.encode_examples(records, data=config, **how, num_records=5))) == 2
+    (example,) = text.encode_examples(records, data=config, **how)
+    assert len(list(text.encode_examples(records, data=config, **how, num_records=5))) == 2
     place, tokens, labels, _ = example
     result = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
     assert (place, tokens.tolist(), labels.tolist()) == (
@@ -581,7 +575,7 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     assert np.any(labels != -100)
     strict = config.model_copy(update={"on_bad_record": "error"})
     with pytest.raises(UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
-        list(documents.encode_examples(records, data=strict, **how))
+        list(text.encode_examples(records, data=strict, **how))
 
 
 DATED = "{{ strftime_now('%d %B') }}:" + chats.THINKING
@@ -617,7 +611,7 @@ def test_a_date_that_no_template_writes_is_refused(tmp_path):
     own.chat_template = chats.CHATML
     config = asked("a.txt", chat_template_date="2026-11-25")
     with pytest.raises(UserError) as raised:
-        documents.resolve_options(config.train[0], data=config, tokenizer=own)
+        text.resolve_options(config.train[0], data=config, tokenizer=own)
     assert_names(raised.value, "strftime_now", start="data.chat_template_date = 2026-11-25: ")
 
 
