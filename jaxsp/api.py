@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -218,7 +219,7 @@ class Trainer:
             opened = sources.read(source, data=data)
             encoded = [
                 *encode_examples(
-                    opened, source=source, data=data, tokenizer=tokenizer, num_records=len(opened)
+                    opened, source=source, data=data, tokenizer=tokenizer, num_records=sys.maxsize
                 )
             ]
         tokens = [example.tokens.tolist() for example in encoded]

@@ -11,8 +11,8 @@ from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import sources
-from jaxsp.data.ingest.record_cache import DamagedCacheError
-from jaxsp.data.packing import dataset, document_selection
+from jaxsp.data.ingest.cache import DamagedCacheError
+from jaxsp.data.packing import dataset, row_reader
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
@@ -113,9 +113,6 @@ def make_data_sets(
                 raise
             rebuilt.add(damage.path)
             distributed.log(damage.notice)
-        problems = ProblemCollector()
-        opened = open_sources(config, for_training=for_training, problems=problems)
-        problems.raise_if_any()
 
 
 def _suggest_vocabulary(config: Config) -> str:
@@ -145,7 +142,7 @@ def _pack_sources(
     ]
     masks = None
     if config.data.eval_fraction is not None:
-        masks = document_selection.select_records(
+        masks = row_reader.select_records(
             [tokenized[field].dataset for field in opened.train],
             source_names=[_name(source) for source in opened.train.values()],
             fraction=config.data.eval_fraction,
@@ -155,7 +152,7 @@ def _pack_sources(
             opened.train,
             tokenized,
             config,
-            name=document_selection.EVAL_SET_NAME,
+            name=row_reader.EVAL_SET_NAME,
             field="data.eval_fraction",
             masks=masks,
             use_held_out=True,
@@ -203,7 +200,7 @@ def _pack(
     digests = [tokenized[member].stats.digest for member in members]
     if masks is not None:
         digests = [
-            document_selection.digest_split(digest, mask, is_held_out=use_held_out)
+            row_reader.digest_split(digest, mask, is_held_out=use_held_out)
             for digest, mask in zip(digests, masks, strict=True)
         ]
     return dataset.pack_documents(

@@ -14,8 +14,8 @@ from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector, at
 from jaxsp.data.ingest import sources
-from jaxsp.data.tokenization import documents
-from jaxsp.data.tokenization.documents import Example
+from jaxsp.data.tokenization import tokenize
+from jaxsp.data.tokenization.tokenize import Example
 from jaxsp.hf import folder
 from jaxsp.run import model_files
 from jaxsp.run.config_file import Config
@@ -34,7 +34,7 @@ def print_preview(
     Reads, renders and tokenizes as training does, but only the records it shows. Needs no device.
 
     Args: num_records: the first ones; None: the first one, and one of each kind of chat (for
-        example with tool calls), see `documents.list_kinds`.
+        example with tool calls), see `tokenize.list_kinds`.
     Raises: UserError with the problems of all sources.
     """
     problems = ProblemCollector()
@@ -50,8 +50,8 @@ def print_preview(
         field = f"data.train.{number}.source"
         with problems.collect(), at(field, source.source):
             records = sources.read(source, data=config.data)
-            unread = sources.list_unread_fields(source)
-            encoded = documents.encode_examples(
+            unread = sources.list_unread_fields(source, config.data)
+            encoded = tokenize.encode_examples(
                 records,
                 source=source,
                 data=config.data,

@@ -14,7 +14,7 @@ from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
-from jaxsp.data.tokenization import documents
+from jaxsp.data.tokenization import tokenize
 from jaxsp.hf import folder, weights
 from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
@@ -62,18 +62,20 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
     for field, source in opened.train.items():
         if not source.is_chat:
             continue
-        texts = (x["record"] for x in opened.records[field] if x["problem"] is None)
+        entries = opened.records[field].entries()
+        texts = (entry["record"] for entry in entries if entry["problem"] is None)
         first = json.loads(next(texts, "{}"))
         # otherwise a prompt and a completion of plain text
         if not isinstance(first.get("prompt"), str):
-            options = documents.resolve_options(source, data=config.data, tokenizer=tokenizer)
+            options = tokenize.resolve_options(source, data=config.data, tokenizer=tokenizer)
+            assert options is not None, "chats have a tokenizer"
             break
     else:
         return StopTokens()
     # all sources have the same template
     try:
         renderer = TemplateRenderer(
-            {}, tokenizer=tokenizer, template=options.chat.template, with_marks=False
+            {}, tokenizer=tokenizer, template=options.template, with_marks=False
         )
     except UserError:  # several templates, none of which is for all records
         return StopTokens()

@@ -16,7 +16,6 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.data_config import FORMATS, DataConfig
 from jaxsp.data.formats.plain import Text
 from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import sources
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Objective, PairObjective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
@@ -30,6 +29,7 @@ from jaxsp.tasks.eval_config import EvalConfig
 from jaxsp.tasks.registry import TASKS
 from jaxsp.tasks.task import Task
 from tests import batches
+from tests.data import source_configs
 from tests.training import test_preferences
 
 
@@ -197,10 +197,12 @@ def test_a_format_of_records_is_a_class(tmp_path, monkeypatch):
     changes = [f"data.train=[{{source: {tmp_path}/a.jsonl, format: fact}}]"]
     changes = [*changes, "data.on_bad_record=skip", "data.train.0.separator=' = '"]
     data = config_file.parse(SCHEMA, FIELDS | {"objective": {"type": "sft"}}, changes).data
-    read = sources.read(data.train[0], data=data)
+    read = source_configs.read(data.train[0], data=data)
     assert read["text"][:] == ["1 + 1? = 2", "", ""]
     other = data.train[0].model_copy(update={"separator": " is "})
-    assert sources.read(other, data=data)["text"][0] == "1 + 1? is 2", "not the cached records"
+    assert source_configs.read(other, data=data)["text"][0] == "1 + 1? is 2", (
+        "not the cached records"
+    )
     assert read["problem"][1:] == [
         "has no answer; it has question.",
         "has no question; it has a, images.",

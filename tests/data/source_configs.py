@@ -2,9 +2,17 @@
 
 from typing import Any
 
-from jaxsp.data.data_config import FORMAT
+import datasets
+
+from jaxsp.data.data_config import FORMAT, DataConfig
 from jaxsp.data.formats.source import Source
+from jaxsp.data.ingest import sources
 
 
 def make_source(*, format: str, **fields: Any) -> Source:
     return FORMAT.by_name()[format](**fields)
+
+
+def read(source: Source, *, data: DataConfig) -> datasets.Dataset:
+    """Returns the entries of a source as a table. Raises: as `Records.entries`."""
+    return datasets.Dataset.from_list([*sources.read(source, data=data).entries()])

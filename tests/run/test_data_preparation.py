@@ -50,7 +50,7 @@ def test_a_later_run_finds_the_tokens(monkeypatch, capsys):
         patch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
         train.main(["c.yaml", "--prepare-data"])
     printed = capsys.readouterr().out
-    monkeypatch.setattr(tokenize, "_map_dataset", lambda *_, **__: pytest.fail("tokenizes again"))
+    monkeypatch.setattr(tokenize, "encode_batch", lambda *_: pytest.fail("tokenizes again"))
     inputs = build.build_training(config_file.load("c.yaml", []), devices=jax.devices()[:1])
     num_tokens = int(inputs.train_set.documents.segments.length.sum())
     assert re.search(rf"^data +2 documents .*\b{num_tokens:,} tokens", printed, re.MULTILINE)

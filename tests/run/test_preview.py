@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from jaxsp import train
-from jaxsp.data.tokenization import documents
+from jaxsp.data.tokenization import tokenize
 from jaxsp.run import config_file, preview
 from tests import messages
 from tests.data.chat import chats
@@ -127,11 +127,11 @@ def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(
         "{learning_rate: 1}}"
     )
     given = []
-    encode = documents.encode_records
+    encode = tokenize.encode_records
     monkeypatch.setattr(
-        documents,
+        tokenize,
         "encode_records",
-        lambda records, options: given.append(len(records)) or encode(records, options),
+        lambda records, *rest: given.append(len(records)) or encode(records, *rest),
     )
     monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
     words = [

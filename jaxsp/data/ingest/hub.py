@@ -1,8 +1,10 @@
 """Reads data sets of `datasets`, saved in folders or on the hub; never runs their code."""
 
+import contextlib
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,8 @@ import huggingface_hub.errors as hub
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import columnar
-from jaxsp.data.ingest.columnar import Select
+from jaxsp.data.ingest import file_types
+from jaxsp.data.ingest.file_types import LocatedRecord, Select
 
 if TYPE_CHECKING:
     import datasets
@@ -42,6 +44,21 @@ def is_saved_dataset(path: pathlib.Path) -> bool:
 def is_hub_name(source: str) -> bool:
     """Returns True if a data set on the hub could have this name."""
     return re.fullmatch(r"\w[\w.-]*/[\w.-]*\w", source) is not None
+
+
+@contextlib.contextmanager
+def hide_progress_without_terminal() -> Iterator[None]:
+    """Disables progress bars of `datasets` if stderr is not a terminal: they would fill logs."""
+    import datasets
+
+    hides = not (sys.stderr.isatty() or datasets.are_progress_bars_disabled())
+    if hides:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hides:
+            datasets.enable_progress_bars()
 
 
 def open_saved_dataset(path: pathlib.Path, source: Source) -> "datasets.Dataset":
@@ -80,6 +97,7 @@ def _check_names_own_files(folder: pathlib.Path) -> None:
             )
 
 
+@hide_progress_without_terminal()
 def open_hub_dataset(source: Source) -> "datasets.Dataset":
     """Opens a data set on the hub, downloaded once, or its split `source.split`."""
     import datasets
@@ -112,13 +130,13 @@ def open_hub_dataset(source: Source) -> "datasets.Dataset":
     return _choose_split(splits, source)
 
 
-def read_records(dataset: "datasets.Dataset", select: Select) -> Iterator[columnar.LocatedRecord]:
-    """Yields records with the selected columns: see `columnar.read_batches`."""
+def read_records(dataset: "datasets.Dataset", select: Select) -> Iterator[LocatedRecord]:
+    """Yields records with the selected columns: see `file_types.read_batches`."""
     names = dataset.column_names
     selected = dataset.select_columns(select(names) or names[:1])
     tables = selected.with_format("arrow").iter(1000)
     batches = (batch for table in tables for batch in table.to_batches())
-    yield from columnar.read_batches(batches, names, select)
+    yield from file_types.read_batches(batches, names, select)
 
 
 def _choose_split(splits: "datasets.DatasetDict", source: Source) -> "datasets.Dataset":

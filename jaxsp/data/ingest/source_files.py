@@ -1,201 +1,25 @@
-"""Source files: found by name, glob or URL, and read as records; a truncated file is an error.
+"""Source files: found by name, glob or URL.
 
 Those in object stores are downloaded once, and read from the disk.
 """
 
-import contextlib
-import csv
-import functools
 import glob
 import hashlib
-import io
 import os
 import pathlib
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import filelock
-import pyarrow as pa
 
 from jaxsp.core import errors, paths, urls
 from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError
 from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import columnar, json_records
-from jaxsp.data.ingest.columnar import LocatedRecord, Select
+from jaxsp.data.ingest import file_types
+from jaxsp.data.ingest.file_types import FileType, LocatedRecord, Select
 from jaxsp.system import distributed
 from jaxsp.system.object_store import ObjectStore
-
-TEXT_SUFFIXES = ".txt .md .text .rst .tex .html .htm .xml .log .py .yaml .yml".split()
-"""Suffixes of plain text; a missing file with such a name is not looked up on the hub."""
-
-CODECS = {".gz": "gzip", ".zst": "zstd"}
-
-_UNSUPPORTED_SUFFIXES = """.zip .xz .bz2 .lz4 .snappy .tar .tgz .7z .rar .npy .npz .pkl .pickle .pt
-    .pth .bin .safetensors .h5 .pdf .docx .xlsx .epub .db .sqlite .orc .avro .feather .tfrecord
-    .array_record""".split()
-"""Suffixes of files that would be nonsense as plain text."""
-
-_CHUNK_BYTES = 2**20
-
-_MAX_CELL_CHARS = 2**30
-"""Limit of a csv cell: a quote without its end makes one cell of the rest of the file."""
-
-
-def _read_text(file: str, select: Select) -> Iterator[LocatedRecord]:
-    with _open_decompressed(file) as stream:
-        document = stream.read()
-    try:
-        yield "", {"text": document.decode("utf-8-sig")}, None
-    except UnicodeDecodeError as error:
-        yield "", None, f"is not UTF-8 text ({error})."
-
-
-def _read_json(file: str, select: Select) -> Iterator[LocatedRecord]:
-    is_array = False
-    if split_suffix(file)[0] == ".json":  # in .jsonl, a line with an array is one bad record
-        with _open_decompressed(file) as stream:
-            blocks = iter(lambda: stream.read(4096), b"")
-            first_bytes = (block.strip(b"\xef\xbb\xbf \t\r\n")[:1] for block in blocks)
-            is_array = next(filter(None, first_bytes), b"") == b"["
-    with _open_decompressed(file) as stream:
-        if is_array:
-            text = stream.read().decode("utf-8-sig", errors="surrogateescape")
-            for number, record, problem in json_records.read_array(text):
-                yield f"record {number}", record, problem
-        else:
-            for number, record, problem in json_records.read_lines(stream):
-                yield f"line {number}", record, problem
-
-
-def _read_csv(file: str, select: Select, *, delimiter: str) -> Iterator[LocatedRecord]:
-    csv.field_size_limit(_MAX_CELL_CHARS)  # applies to this process; Python's default is 131,072
-    with _open_decompressed(file) as stream:
-        lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        table = csv.reader(lines, delimiter=delimiter, strict=True)
-        names = next(table, [])
-        if not names:
-            raise UserError("its first line is empty. It must name the columns.")
-        if len(set(names)) < len(names):
-            raise UserError("its first line names a column twice. Rename one of them.")
-        line = table.line_num + 1
-        for cells in table:
-            place = f"line {line}"
-            line = table.line_num + 1
-            if len(cells) == len(names):
-                record = dict(zip(names, cells, strict=True))
-                yield place, record, json_records.utf8_problem("".join(cells))
-            elif cells:
-                problem = f"has {len(cells)} cells, but the first line names {len(names)} columns."
-                yield place, None, problem
-
-
-class FileType(NamedTuple):
-    """A type of file that holds records."""
-
-    name: str
-    read: Callable[[str, Select], Iterator[LocatedRecord]]
-    is_compressible: bool = True
-
-
-TEXT = FileType("text", _read_text)
-
-_JSON = FileType("json", _read_json)
-
-FILE_TYPES = {
-    ".jsonl": _JSON,
-    ".ndjson": _JSON,
-    ".json": _JSON,
-    ".csv": FileType("csv", functools.partial(_read_csv, delimiter=",")),
-    ".tsv": FileType("csv", functools.partial(_read_csv, delimiter="\t")),
-    ".parquet": FileType("parquet", columnar.read_parquet, is_compressible=False),
-    ".arrow": FileType("arrow", columnar.read_arrow, is_compressible=False),
-}
-"""File types by suffix; any other file is plain text."""
-
-
-def split_suffix(file: str) -> tuple[str, str | None]:
-    """Returns the suffix that names a file's type, and the codec that compresses it."""
-    path = pathlib.PurePath(file.lower())
-    codec = CODECS.get(path.suffix)
-    return (pathlib.PurePath(path.stem).suffix if codec else path.suffix), codec
-
-
-def detect_file_type(file: str) -> FileType:
-    """Returns the type that a file's name stands for.
-    Raises: UserError if files of this name are not supported."""
-    suffix, codec = split_suffix(file)
-    file_type = FILE_TYPES.get(suffix, TEXT)
-    codec_suffix = pathlib.Path(file).suffix if codec else ""
-    if suffix in _UNSUPPORTED_SUFFIXES or (codec and not file_type.is_compressible):
-        raise UserError(
-            f"{file}: {suffix}{codec_suffix.lower()} files are not supported. Convert to .jsonl, "
-            ".parquet or plain text."
-        )
-    if codec and not suffix:
-        example = f"{file.removesuffix(codec_suffix)}.jsonl{codec_suffix}"
-        raise UserError(
-            f"{file}: its name does not show what is compressed. Rename it to {example} if it is "
-            "lines of JSON."
-        )
-    return file_type
-
-
-def read_files(files: Sequence[str], select: Select) -> Iterator[LocatedRecord]:
-    """Yields every record of files in order: see `read_file`."""
-    for file in files:
-        yield from read_file(file, select)
-
-
-def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator[LocatedRecord]:
-    """Yields every record of a file in order; those that cannot be read have a problem instead.
-    Args: name: the file's name in places and errors, if it has another one.
-    Raises: UserError naming the file, and the last record before the damage."""
-    return columnar.locate_records(name or file, _read_file(file, select))
-
-
-def _read_file(file: str, select: Select) -> Iterator[LocatedRecord]:
-    place = ""
-    try:
-        size = os.path.getsize(file)
-        if split_suffix(file)[1] and not size:
-            raise UserError(
-                "is empty, but a compressed file has a header. Copy or create it again."
-            )
-        if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
-            raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
-        for located in detect_file_type(file).read(file, select):
-            place = located[0]
-            yield located
-    except UserError:
-        raise
-    except PermissionError:
-        raise UserError(
-            "no permission to read it. Change its permissions, or leave it out."
-        ) from None
-    # pyarrow's errors are ValueErrors or OSErrors
-    except (OSError, ValueError, csv.Error, RecursionError) as error:
-        after = f"after {place}" if place else "before the end of its first record"
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(
-            f"is broken {after} ({reason}). Copy or create it again: the number of missing records "
-            "is unknown."
-        ) from None
-
-
-@contextlib.contextmanager
-def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
-    codec = split_suffix(file)[1]
-    if codec is None:
-        with open(file, "rb") as stream:
-            yield stream
-        return
-    with pa.OSFile(file, "rb") as compressed:
-        # unlike zlib, pyarrow reports a truncated stream
-        decompressed = pa.CompressedInputStream(compressed, codec)
-        with io.BufferedReader(decompressed, _CHUNK_BYTES) as stream:
-            yield stream
 
 
 def resolve_path(source: Source) -> pathlib.Path:
@@ -241,14 +65,14 @@ def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int,
 def common_file_type(files: Sequence[str], source: Source) -> FileType:
     """Returns the type of all files.
     Raises: UserError if they have several types, or cannot contain the source's format."""
-    examples = {detect_file_type(file).name: file for file in files}
+    examples = {file_types.detect_file_type(file).name: file for file in files}
     if len(examples) > 1:
         raise UserError(
             f"matches files of several types, such as {' and '.join(sorted(examples.values()))}. "
             "Make each type a source of its own."
         )
-    file_type = detect_file_type(files[0])
-    if file_type is TEXT and source.required != ("text",):
+    file_type = file_types.detect_file_type(files[0])
+    if file_type is file_types.TEXT and source.required != ("text",):
         raise UserError(
             f"plain text has no {errors.format_choices(source.required)}. Use format: text, "
             "or a .jsonl or .parquet file."
@@ -285,7 +109,7 @@ class StoredFiles:
         the downloaded file is damaged. Places and errors name URLs instead of the downloaded
         files."""
         for url in self.versions:
-            yield from read_file(str(self._download(url)), select, name=url)
+            yield from file_types.read_file(str(self._download(url)), select, name=url)
 
     def _download(self, url: str) -> pathlib.Path:
         import datasets

@@ -1,13 +1,14 @@
-"""Reads a source's records once, into an Arrow file that is mapped into memory from then on."""
+"""Reads a source: its files, saved folder or hub data set are found, and its records checked."""
 
 import collections
+import dataclasses
 import functools
 import glob
 import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from jaxsp.core import errors, urls
 from jaxsp.core.errors import UserError, at
@@ -15,91 +16,84 @@ from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats import records
 from jaxsp.data.formats.records import RecordEntry
 from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import columnar, hub, record_cache, source_files
-from jaxsp.data.ingest.columnar import LocatedRecord, Select
-from jaxsp.data.ingest.record_cache import DamagedCacheError
-from jaxsp.system import distributed
-
-if TYPE_CHECKING:
-    import datasets
-
-_CACHE_VERSION = 6
-"""Part of the cache's name. Increase it when the same file would be read differently."""
+from jaxsp.data.ingest import file_types, hub, source_files
+from jaxsp.data.ingest.file_types import LocatedRecord, Select
 
 _MAX_CHECKED_BAD = 100
 """Number of bad records after which reading stops: the config must be wrong."""
 
 
-class _RecordSource(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Records:
+    """Records of a source. They are read each time that they are asked for."""
+
+    source: Source
     identity: Any
     """Value that changes when the records do."""
-    records: Callable[[], Iterator[LocatedRecord]]
+    num_bytes: int
+    """Size of the files."""
+    locate: Callable[[], Iterator[LocatedRecord]]
+    data: DataConfig
     split: str | None = None
-    """Part of the records to select after reading; None: all."""
+    """Part of the records to select; None: all."""
 
-
-@record_cache.hide_progress_without_terminal()
-def read(source: Source, *, data: DataConfig) -> "datasets.Dataset":
-    """Returns all records of a source in order, read once and mapped into memory from then on.
-
-    Columns: `place` of the record; `problem`, the reason why it cannot be used, or null; and the
-    content: `text`, or `input_ids` and, if the first record has them, `labels`, or `record`, which
-    is messages or prompt and completions as JSON under jaxsp's names, and Source.values.
-
-    Raises: UserError naming file and line or row of bad records, unless `data` skips them.
-    """
-    import datasets
-
-    try:
-        origin = _resolve_source(source, source.select_columns)
+    @functools.cached_property
+    def columns(self) -> RecordEntry:
+        """Columns with the content of an entry, with the values of a bad record."""
         firsts = (
             record
-            for _, record, problem in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
+            for _, record, problem in itertools.islice(self.locate(), _MAX_CHECKED_BAD)
             if problem is None and isinstance(record, dict)
         )
-        columns = source.stored_columns(firsts)
-        names = (
+        return self.source.stored_columns(firsts)
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Values that decide the entries."""
+        source = self.source
+        return (
+            self.identity,
+            self.split,
             source.format,
-            [*columns],
+            [*self.columns],
             sorted(source.fields.items()),
             sorted(source.role_names.items()),
             sorted(source.ignore_fields),
             # of another format
             *source.model_dump(exclude={*Source.model_fields, "roles"}).items(),
         )
-        fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, names, origin.identity))
-        folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / fingerprint
-        cached = folder / "records.arrow"
-        folder.mkdir(parents=True, exist_ok=True)
-        with record_cache.build_once(cached):
-            if cached.exists():
-                try:
-                    record_cache.open_file(cached)
-                except DamagedCacheError as damage:
-                    distributed.log(damage.notice)
-            if not cached.exists():
-                entries = source.connect(_check_records(source, origin, columns, data=data))
-                record_cache.write_cache(entries, columns, cached, desc=f"Reading {source.source}")
-            dataset = record_cache.open_file(cached)
+
+    def entries(self) -> Iterator[RecordEntry]:
+        """Yields an entry for each record, in order: its `place`; its `problem`, the reason why it
+        cannot be used, or None; and its content: `text`, or `input_ids` and, if the first record
+        has them, `labels`, or `record`, which is messages or prompt and completions as JSON under
+        jaxsp's names, and Source.values.
+        Raises: UserError for bad records, unless the config skips them, and for none that can be
+        used."""
+        parts: list[tuple[int, int | None]] = [(0, None)]
+        if self.split is not None:
+            lengths = {"train": sum(1 for _ in self.locate())}
+            parts = [(start, stop) for _, start, stop in hub.resolve_ranges(self.split, lengths)]
+        for start, stop in parts:
+            entries = self.source.connect(_check_records(self))
+            yield from itertools.islice(entries, start, stop)
+
+
+def read(source: Source, *, data: DataConfig) -> Records:
+    """Finds the records of a source. Raises: UserError if it does not exist."""
+    try:
+        return _resolve_source(source, source.select_columns, data)
     except PermissionError as error:
         raise UserError(str(error)) from None
-    if origin.split is not None:
-        # the whole source is cached, so that its parts for training and for evaluation share it
-        dataset = hub.select_ranges({"train": dataset}, origin.split)
-        fingerprint = datasets.fingerprint.Hasher.hash((fingerprint, origin.split))
-    # the name of the tokens' cache; from_file's own depends on when the records were cached
-    dataset._fingerprint = fingerprint
-    record_cache.check_bad_records(dataset, data=data)
-    return dataset
 
 
-def list_unread_fields(source: Source) -> list[str]:
+def list_unread_fields(source: Source, data: DataConfig) -> list[str]:
     """Returns the fields of a source's first records that nothing reads."""
     # of a table without a required column, the names of all columns are read, and nothing else
-    origin = _resolve_source(source, lambda names: [])
+    located = _resolve_source(source, lambda names: [], data).locate()
     names = {
         name: None
-        for _, record, _ in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
+        for _, record, _ in itertools.islice(located, _MAX_CHECKED_BAD)
         if isinstance(record, dict)
         for name in record
     }
@@ -107,7 +101,7 @@ def list_unread_fields(source: Source) -> list[str]:
     return [name for name in names if name not in known]
 
 
-def _resolve_source(source: Source, select: Select) -> _RecordSource:
+def _resolve_source(source: Source, select: Select, data: DataConfig) -> Records:
     """Finds the files, saved folder or hub data set with a source's name; local ones come first."""
     path = None if urls.is_url(source.source) else source_files.resolve_path(source)
     dataset = None
@@ -128,39 +122,52 @@ def _resolve_source(source: Source, select: Select) -> _RecordSource:
         # a data set that was created again from other data may keep its fingerprint
         cache_files = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
         identities = source_files.file_identities(cache_files)
-        return _RecordSource(
+        return Records(
+            source=source,
+            data=data,
             identity=(source.source, dataset._fingerprint, identities),
-            records=lambda: columnar.locate_records(place, hub.read_records(dataset, select)),
+            num_bytes=dataset.data.nbytes,
+            locate=lambda: file_types.locate_records(place, hub.read_records(dataset, select)),
         )
     if source.split is not None:  # a wrong one is reported before the files are read
         hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH})
-    records: Callable[[], Iterator[LocatedRecord]]
     if path is None:
         stored = source_files.StoredFiles(source.source)
         files = [*stored.versions]
-        identity: Any = [(url, *version) for url, version in stored.versions.items()]
-        records = functools.partial(stored.read, select)
+        identity: Any = stored.versions
+        num_bytes = sum(size for size, _ in stored.versions.values())
+        locate = functools.partial(stored.read, select)
     else:
         files = source_files.find_files(path, source)
         identity = source_files.file_identities(files)
-        records = functools.partial(source_files.read_files, files, select)
+        num_bytes = sum(size for _, size, _, _ in identity)
+        locate = functools.partial(file_types.read_files, files, select)
     file_type = source_files.common_file_type(files, source)
-    return _RecordSource(identity=(file_type.name, identity), records=records, split=source.split)
+    return Records(
+        source=source,
+        data=data,
+        identity=(file_type.name, identity),
+        num_bytes=num_bytes,
+        locate=locate,
+        split=source.split,
+    )
 
 
 def _may_be_on_hub(path: pathlib.Path, source: Source) -> bool:
     if glob.has_magic(str(path)) or path.exists() or not hub.is_hub_name(source.source):
         return False
-    is_text = source_files.split_suffix(source.source)[0] in source_files.TEXT_SUFFIXES
-    return source_files.detect_file_type(str(path)) is source_files.TEXT and not is_text
+    is_text = file_types.split_suffix(source.source)[0] in file_types.TEXT_SUFFIXES
+    return file_types.detect_file_type(str(path)) is file_types.TEXT and not is_text
 
 
-def _check_records(
-    source: Source, origin: _RecordSource, columns: RecordEntry, *, data: DataConfig
-) -> Iterator[RecordEntry]:
-    """Yields an entry for every record. Args: columns: those to store, with empty values.
-    Raises: UserError for too many bad records, for no usable record, and for `fields` and `roles`
-    that no record has."""
+def _check_records(origin: Records) -> Iterator[RecordEntry]:
+    """Yields an entry for every record; once one is bad that the config does not skip, the others
+    are only counted. Raises: UserError for bad records, for no usable record, and for `fields` and
+    `roles` that no record has."""
+    source = origin.source
+    limit = max(origin.data.max_bad_records, _MAX_CHECKED_BAD)
+    skips = origin.data.on_bad_record == "skip"
+    columns = origin.columns
     unseen_fields = {
         name: field
         for field, names in source.fields.items()
@@ -168,12 +175,11 @@ def _check_records(
         for name in source.list_columns(field)
     }
     unseen_roles = set(source.role_names)
-    limit = max(data.max_bad_records, _MAX_CHECKED_BAD)
     is_usable = False
     num_records = 0
     num_bad = 0
     examples: list[RecordEntry] = []
-    for place, record, problem in origin.records():
+    for place, record, problem in origin.locate():
         num_records += 1
         entry = {"place": errors.escape(place), "problem": None, **columns}
         try:
@@ -199,7 +205,8 @@ def _check_records(
                 "data.max_bad_records."
             )
             raise UserError([*records.list_examples(examples), summary])
-        yield entry
+        if skips or not num_bad:
+            yield entry
     if not num_bad and not is_usable:
         needed = errors.format_choices(source.required)
         raise UserError(f"no record contains {needed}. Give at least one.")
@@ -210,10 +217,35 @@ def _check_records(
             "fields, or correct the records."
         )
         raise UserError([*records.list_examples(examples), summary])
+    check_bad_records(num_bad, num_records, examples, data=origin.data)
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
         raise UserError(f"fields: no record has {name}, to read as {field}. Remove or correct it.")
+
+
+def check_bad_records(
+    count: int, num_records: int, examples: list[RecordEntry], *, data: DataConfig
+) -> None:
+    """Checks that data.on_bad_record allows the bad records of a source.
+    Args: examples: the first of them.
+    Raises: UserError naming the first bad records, their number, and what to change."""
+    is_skipped = data.on_bad_record == "skip" and count <= data.max_bad_records
+    if not count or (is_skipped and count < num_records):
+        return
+    summary = f"{count:,} of {num_records:,} records cannot be used"
+    if count > records.MAX_NAMED_RECORDS:
+        summary += f"; these are the first {records.MAX_NAMED_RECORDS}"
+    suggestion = "leave them out: data.on_bad_record=skip"
+    if count == num_records:
+        suggestion = "correct format or fields of the source"
+    elif data.on_bad_record == "skip":
+        suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
+    elif count > data.max_bad_records:
+        suggestion += f" data.max_bad_records={count}"
+    raise UserError(
+        [*records.list_examples(examples), f"{summary}. Correct them, or {suggestion}."]
+    )
 
 
 def check_no_duplicates(sources: Mapping[str, Source]) -> None:

@@ -10,13 +10,12 @@ import pyarrow as pa
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.ingest import columnar
+from jaxsp.data.ingest import cache
 from jaxsp.data.packing import mixing
-from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.loader import BatchLoader, RowPlacement
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
-from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.packing.row_reader import Documents, SourceCounts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,8 +204,8 @@ def pack_arrays(
 
     table = pa.table(
         {
-            "tokens": columnar.make_lists([array.astype(np.int32) for array in documents]),
-            "labels": columnar.make_lists([array.astype(np.int32) for array in labels]),
+            "tokens": cache.make_lists([array.astype(np.int32) for array in documents]),
+            "labels": cache.make_lists([array.astype(np.int32) for array in labels]),
             "place": pa.array([f"{name}[{number}]" for number in range(len(documents))]),
         }
     )

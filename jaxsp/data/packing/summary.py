@@ -8,9 +8,9 @@ import numpy as np
 from jaxsp.core.units import format_count
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.packing.packing import PackedEpochs
+from jaxsp.data.packing.row_reader import SourceCounts
 
 
 def describe_data(

@@ -1,32 +1,50 @@
 """Tokenizes records once, and caches the result on disk under a fingerprint of all its inputs."""
 
+import collections
+import concurrent.futures
 import functools
 import importlib.metadata
+import itertools
+import json
+import multiprocessing
 import os
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
+from jaxsp.data.chat import chat, chat_template, template_text
+from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.formats.records import BARE_ANSWERS, FIRST_TOKENS
+from jaxsp.data.formats.records import (
+    BARE_ANSWERS,
+    FIRST_TOKENS,
+    IS_DESIRABLE,
+    MAX_NAMED_RECORDS,
+    RecordEntry,
+)
 from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import columnar, record_cache, token_stats
-from jaxsp.data.ingest.token_stats import TokenStats
-from jaxsp.data.tokenization import documents, tokenizers
-from jaxsp.data.tokenization.documents import TokenizeOptions
+from jaxsp.data.ingest import cache, sources
+from jaxsp.data.ingest.cache import TokenStats
+from jaxsp.data.ingest.sources import Records
+from jaxsp.data.tokenization import tokenizers
+from jaxsp.data.tokenization.encoding import TextEncoder
 
 if TYPE_CHECKING:
     import datasets
     import transformers
 
-_CACHE_VERSION = 8
-"""Part of the cache's name. Increase it when the same record would give other tokens."""
+_CACHE_VERSION = 9
+"""Part of the cache's name. Increase it when the same file would give other tokens."""
 
-_BATCH_BYTES = 2**22
-"""Bytes of records to tokenize together. A record has 1 KB to 100 MB, and takes about 40 times its
-size in memory while it is tokenized."""
+_BATCH_SIZE = 2**22
+"""Characters of records, or tokens, to encode together. A record has 1 KB to 100 MB, and takes
+about 40 times its size in memory while it is tokenized."""
 
 
 class TokenizedSource(NamedTuple):
@@ -39,9 +57,8 @@ class TokenizedSource(NamedTuple):
     stats: TokenStats
 
 
-@record_cache.hide_progress_without_terminal()
 def tokenize_dataset(
-    dataset: "datasets.Dataset",
+    records: Records,
     *,
     source: Source,
     data: DataConfig,
@@ -49,24 +66,21 @@ def tokenize_dataset(
     vocab_size: int,
     vocab_suggestion: str = "Use the model's own tokenizer.",
 ) -> TokenizedSource:
-    """Tokenizes the records of `sources.read`; labels are not shifted.
+    """Tokenizes the records of a source; labels are not shifted.
     Args: vocab_suggestion: what to do about a token id that is not below `vocab_size`.
     Raises: UserError for bad records, unless `data` skips them, for an id without an embedding, and
-    without a chat template; DamagedCacheError if the cached records must be read again."""
+    without a chat template; DamagedCacheError if the cached tokens must be made again."""
     import datasets
 
-    key: tuple[Any, ...] = (_CACHE_VERSION, dataset._fingerprint)
-    options = None
-    if source.needs_tokenizer:
-        assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
-        options = documents.resolve_options(source, data=data, tokenizer=tokenizer)
-        key += (_cache_key(options),)
-    fingerprint = datasets.fingerprint.Hasher.hash(key)
-    make = None
-    if options is not None:
-        make = functools.partial(_map_dataset, dataset, options, data.num_workers, fingerprint)
-    tokenized, stats = token_stats.open_or_make(dataset, fingerprint, make)
-    record_cache.check_bad_records(tokenized, data=data)
+    options = resolve_options(source, data=data, tokenizer=tokenizer)
+    key = (_CACHE_VERSION, records.fingerprint, options and _cache_key(source, options))
+    folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp"
+    tokenized, stats = cache.open_or_build(
+        folder / f"{datasets.fingerprint.Hasher.hash(key)}.arrow",
+        functools.partial(_make_tables, records, options, data.num_workers),
+    )
+    num_bad, examples = cache.find_bad_records(tokenized, max_examples=MAX_NAMED_RECORDS)
+    sources.check_bad_records(num_bad, len(tokenized), examples, data=data)
     for column, extremes in stats.extreme_ids.items():
         for token_id, document in extremes:
             if not 0 <= token_id < vocab_size:
@@ -78,90 +92,312 @@ def tokenize_dataset(
     return TokenizedSource(dataset=tokenized, stats=stats)
 
 
-def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
-    chat = options.chat
+def resolve_options(
+    source: Source,
+    *,
+    data: DataConfig,
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+) -> ChatOptions | None:
+    """Returns the options for the records of a source; None if they are tokens.
+    Raises: UserError if it needs a chat template, and there is none."""
+    if not source.needs_tokenizer:
+        return None
+    assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
+    template = None
+    is_set = data.chat_template is not None or data.chat_template_date is not None
+    if source.needs_template or is_set or data.chat_template_kwargs:
+        template = chat_template.load_template(data, tokenizer)
+    return ChatOptions(
+        tokenizer=tokenizer,
+        template=template,
+        has_full_loss=data.train_on == "all",
+        earlier_reasoning=data.earlier_reasoning,
+        date=data.chat_template_date,
+    )
+
+
+def _cache_key(source: Source, options: ChatOptions) -> tuple[Any, ...]:
     chat_options: tuple[Any, ...] = ()
-    if options.source.is_chat:
+    if source.is_chat:
         # the same for a run that keeps the config's template as its tokenizer's own
-        template = chat.template or chat.tokenizer.chat_template
-        chat_options = (template, chat.earlier_reasoning, chat.date)
+        template = options.template or options.tokenizer.chat_template
+        chat_options = (template, options.earlier_reasoning, options.date)
     versions = [*map(importlib.metadata.version, ("transformers", "tokenizers", "jinja2"))]
-    files = tokenizers.serialize_files(chat.tokenizer)
-    return (options.source.format, chat.has_full_loss, chat_options, versions, files)
+    files = tokenizers.serialize_files(options.tokenizer)
+    return (options.has_full_loss, chat_options, versions, files)
 
 
-def _map_dataset(
-    dataset: "datasets.Dataset", options: TokenizeOptions, max_workers: int | None, fingerprint: str
-) -> "datasets.Dataset":
-    """Tokenizes a dataset, in worker processes if it is large."""
-    import datasets
-    import multiprocess
+def _make_tables(
+    records: Records, options: ChatOptions | None, max_workers: int | None
+) -> Iterator[pa.Table]:
+    """Yields the tokens of all records, which worker processes make if there are many.
+    Args: options: None if the records are tokens."""
+    from datasets.utils import tqdm
 
+    source = records.source
+    # disable=None: not in a log
+    entries = tqdm(
+        records.entries(), desc=f"Reading {source.source}", unit=" records", delay=3.0, disable=None
+    )
+    batches = _divide(entries, next(iter(records.columns)))
+    if options is None:
+        columns = {
+            "tokens" if name == "input_ids" else name: records.columns[name]
+            for name in records.columns
+        }
+        for batch in batches:
+            yield _build_table([entry | {"tokens": entry["input_ids"]} for entry in batch], columns)
+        return
     # macOS does not restrict the cores of a process
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    num_bytes = dataset.data.nbytes
-    worth = -(-num_bytes // options.source.bytes_per_worker)
-    num_workers = min(max_workers or min(num_cores, worth), len(dataset))
-    num_threads = None
-    if num_workers > 1:
-        # `datasets` uses multiprocess; a fork of a process in which JAX has threads can hang
-        multiprocess.set_start_method("spawn", force=True)
-        num_threads = max(num_cores // num_workers, 1)
-    batch_size = columnar.rows_per_batch(len(dataset), num_bytes, _BATCH_BYTES)
-    types = {name: datasets.Value("string") for name in ("place", "problem")}
-    types |= {name: datasets.LargeList(datasets.Value("int32")) for name in options.columns}
-    types |= {name: datasets.Value("int32") for name in options.count_columns}
-    types |= {name: dataset.features[name] for name in options.source.values}
+    num_workers = max_workers or min(num_cores, -(-records.num_bytes // source.bytes_per_worker))
+    if num_workers <= 1:
+        for batch in batches:
+            yield encode_batch(batch, source, options)
+        return
     try:
-        tokenized = dataset.with_format("arrow").map(
-            functools.partial(_encode_table, options=options, num_threads=num_threads),
-            batched=True,
-            batch_size=batch_size,
-            writer_batch_size=batch_size,
-            remove_columns=dataset.column_names,
-            features=datasets.Features(types),
-            num_proc=num_workers if num_workers > 1 else None,  # None: in this process
-            new_fingerprint=fingerprint,
-            desc=f"Tokenizing {options.source.source}",
-        )
-    except RuntimeError as error:
-        if num_workers == 1 or "abruptly died" not in str(error):
-            raise
+        with concurrent.futures.ProcessPoolExecutor(
+            num_workers,
+            # a fork of a process in which JAX has threads can hang
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(source, options, max(num_cores // num_workers, 1)),
+        ) as pool:
+            pending: collections.deque[concurrent.futures.Future] = collections.deque()
+            for batch in batches:
+                pending.append(pool.submit(_encode_in_worker, batch))
+                if len(pending) > 2 * num_workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+    except BrokenProcessPool:
         raise UserError(
             "a tokenization worker was killed. If no line above has the reason, memory ran out: "
             f"set data.num_workers={max(num_workers // 2, 1)}."
         ) from None
-    return tokenized.with_format(None)
 
 
-def _encode_table(
-    records: pa.Table, *, options: TokenizeOptions, num_threads: int | None
-) -> pa.Table:
-    """Tokenizes records. Args: num_threads: threads of a worker; None: not a worker."""
-    if num_threads is not None and num_threads > 1:
-        # `datasets` disables threads in workers, in case they fork; cores would be idle
+def _divide(entries: Iterable[RecordEntry], column: str) -> Iterator[list[RecordEntry]]:
+    """Divides entries into batches of about the same size. Args: column: the content of each."""
+    batch: list[RecordEntry] = []
+    size = 0
+    for entry in entries:
+        batch.append(entry)
+        size += len(entry[column]) + 100  # a source may have a million empty ones
+        if size > _BATCH_SIZE:
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        yield batch
+
+
+_worker_options: tuple[Source, ChatOptions]
+
+
+def _start_worker(source: Source, options: ChatOptions, num_threads: int) -> None:
+    """Prepares a worker process. Args: num_threads: its threads."""
+    global _worker_options
+    _worker_options = (source, options)
+    if num_threads > 1:
         os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(num_threads)}
-    problems = records["problem"].to_pylist()
-    contents = records[options.source.column].to_pylist()
-    usable = [index for index, problem in enumerate(problems) if problem is None]
-    empty = np.zeros(0, np.int32)
-    arrays = {name: [empty] * len(problems) for name in options.columns}
-    counts = {name: np.zeros(len(problems), np.int32) for name in (BARE_ANSWERS, FIRST_TOKENS)}
-    encoded = documents.encode_records([contents[index] for index in usable], options)
-    for index, record in zip(usable, encoded, strict=True):
+
+
+def _encode_in_worker(entries: list[RecordEntry]) -> pa.Table:
+    return encode_batch(entries, *_worker_options)
+
+
+def encode_batch(entries: list[RecordEntry], source: Source, options: ChatOptions) -> pa.Table:
+    """Returns the tokens of records, or their problems: see TokenizedSource.dataset."""
+    columns: RecordEntry = {"tokens": np.zeros(0, np.int32)}
+    if source.is_chat and not options.has_full_loss:
+        columns["labels"] = columns["tokens"]
+    if source.is_chat:
+        columns[BARE_ANSWERS] = 0
+    if source.num_documents > 1:
+        columns[FIRST_TOKENS] = 0
+    usable = [entry for entry in entries if entry["problem"] is None]
+    encoded = encode_records([entry[source.column] for entry in usable], source, options)
+    for entry, record in zip(usable, encoded, strict=True):
         if isinstance(record, str):
-            problems[index] = record
+            entry["problem"] = record
             continue
-        counts[BARE_ANSWERS][index] = sum(each.rendered.num_bare_answers for each in record)
-        counts[FIRST_TOKENS][index] = len(record[0].tokens)
-        arrays["tokens"][index] = np.concatenate([each.tokens for each in record])
-        if "labels" in arrays:
-            labels = [each.tokens if each.labels is None else each.labels for each in record]
-            arrays["labels"][index] = np.concatenate(labels)
-    columns: dict[str, Any] = {name: columnar.make_lists(values) for name, values in arrays.items()}
-    columns |= {name: counts[name] for name in options.count_columns}
-    columns |= {name: records[name] for name in options.source.values}
-    return pa.table(
-        {"place": records["place"], "problem": pa.array(problems, pa.string()), **columns}
-    )
+        entry["tokens"] = np.concatenate([each.tokens for each in record])
+        labels = [each.tokens if each.labels is None else each.labels for each in record]
+        entry["labels"] = np.concatenate(labels)
+        entry[BARE_ANSWERS] = sum(each.rendered.num_bare_answers for each in record)
+        entry[FIRST_TOKENS] = len(record[0].tokens)
+    return _build_table(entries, columns | dict(source.values))
+
+
+_TYPES = {int: pa.int32(), float: pa.float64(), bool: pa.bool_()}
+"""Arrow types of columns with one value for each record, by the Python type of the values."""
+
+
+def _build_table(entries: list[RecordEntry], columns: RecordEntry) -> pa.Table:
+    """Returns place and problem of entries, and these columns, with the value of a bad record."""
+    arrays = {
+        name: pa.array([entry[name] for entry in entries], pa.string())
+        for name in ("place", "problem")
+    }
+    for name, default in columns.items():
+        values: list[Any] = [entry.get(name, default) for entry in entries]
+        has_lists = isinstance(default, np.ndarray)
+        array = cache.make_lists(values) if has_lists else pa.array(values, _TYPES[type(default)])
+        arrays[name] = array
+    return pa.table(arrays)
+
+
+class EncodedDocument(NamedTuple):
+    """A document of a record."""
+
+    rendered: RenderedRecord
+    tokens: np.ndarray
+    labels: np.ndarray | None
+    """None: every token has loss."""
+
+
+EncodedRecord = tuple[EncodedDocument, ...] | str
+"""The documents of a record, or the problem that it has."""
+
+
+def encode_records(
+    records: Sequence[str], source: Source, options: ChatOptions
+) -> list[EncodedRecord]:
+    """Returns the documents of texts, or of records as JSON; or their problem."""
+    rendered: dict[int, tuple[RenderedRecord, ...]] = {}
+    encoded: list[EncodedRecord] = [""] * len(records)
+    for index, record in enumerate(records):
+        try:
+            rendered[index] = (
+                chat.render_record(json.loads(record), options)
+                if source.is_chat
+                else (RenderedRecord(text=record, is_plain=True),)
+            )
+        except UserError as error:
+            encoded[index] = str(error)
+    encoder = TextEncoder(options.tokenizer)
+    encodings = iter(encoder.tokenize([*itertools.chain.from_iterable(rendered.values())]))
+    for index, documents in rendered.items():
+        pairs = [*zip(documents, itertools.islice(encodings, len(documents)), strict=True)]
+        try:
+            encoded_documents = []
+            for document, encoding in pairs:
+                with chat.at_document(document.name):
+                    encoded_documents.append(
+                        EncodedDocument(document, *encoder.encode(document, encoding))
+                    )
+            if source.has_common_loss_start:
+                _align_loss_starts(encoded_documents)
+            encoded[index] = tuple(encoded_documents)
+        except UserError as error:
+            encoded[index] = str(error)
+    return encoded
+
+
+def _align_loss_starts(documents: list[EncodedDocument]) -> None:
+    """Begins the loss of both documents at the same token, after tokens that are the same.
+
+    A token may hold the end of the prompt and the beginning of one of the completions. Their
+    log-probabilities can be compared if both are conditional on the same tokens.
+
+    Source: DPOTrainer of TRL 1.16. Differs: a token that both documents have is not given a loss
+        because the prompt has another one when nothing follows.
+    """
+    first, second = documents
+    shorter = min(len(first.tokens), len(second.tokens))
+    differs = np.append(first.tokens[:shorter] != second.tokens[:shorter], True)
+    starts = [int(np.argmax(each.labels != NO_LABEL)) for each in documents]
+    begin = min(*starts, int(differs.argmax()))
+    for document, start in zip(documents, starts, strict=True):
+        assert document.labels is not None, "only completions have a loss"
+        document.labels[begin:start] = document.tokens[begin:start]
+
+
+_MAX_SEARCHED = 10_000
+"""Number of records that are searched for one of each kind."""
+
+
+class Example(NamedTuple):
+    """An encoded document of a record."""
+
+    place: str
+    """Place of the record, and the document's name if it has several."""
+    tokens: np.ndarray
+    labels: np.ndarray | None
+    kinds: list[str]
+    """Properties of a chat that the examples before it do not have."""
+
+
+def encode_examples(
+    records: Records,
+    *,
+    source: Source,
+    data: DataConfig,
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+    num_records: int | None = None,
+) -> Iterator[Example]:
+    """Yields the documents of the first usable records, as `tokenize_dataset` encodes them.
+
+    Args:
+        num_records: None: the first one, and among the next ones one of each kind of chat.
+    Raises: UserError if there is none, and for a bad record before one, unless `data` skips them.
+    """
+    options = resolve_options(source, data=data, tokenizer=tokenizer)
+    seen: set[str] = set()
+    num_examples = 0
+    for index, entry in enumerate(records.entries()):
+        is_done = num_examples and num_records is None
+        if num_examples == num_records or (is_done and index >= _MAX_SEARCHED):
+            break
+        if entry["problem"] is not None:
+            continue
+        kinds = list_kinds(json.loads(entry["record"])) if source.is_chat else []
+        kinds = [kind for kind in kinds if kind not in seen]
+        if is_done and not kinds:
+            if source.is_chat:
+                continue
+            break
+        encoded: EncodedRecord
+        if options is not None:
+            (encoded,) = encode_records([entry[source.column]], source, options)
+        else:
+            labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
+            tokens = np.asarray(entry["input_ids"], np.int32)
+            encoded = (EncodedDocument(RenderedRecord(text=""), tokens, labels),)
+        if isinstance(encoded, str):
+            if data.on_bad_record == "skip":
+                continue
+            raise UserError(
+                f"{entry['place']}: {encoded} Correct it, or leave it out: data.on_bad_record=skip."
+            )
+        if not len(encoded[0].tokens):
+            continue
+        num_examples += 1
+        seen.update(kinds)
+        for rendered, tokens, labels in encoded:
+            name = rendered.name
+            if name == "completion":
+                name += " (desirable)" if entry[IS_DESIRABLE] else " (undesirable)"
+            place = f"{entry['place']}: {name}" if name else entry["place"]
+            yield Example(place, tokens, labels, kinds)
+    if not num_examples:
+        raise UserError("no record has a token. Give at least one that has.")
+
+
+def list_kinds(record: dict[str, Any]) -> list[str]:
+    """Returns the properties of a chat that a template may write in ways of its own."""
+    messages = template_text.list_messages(record)
+    answers = [message for message in messages if message["role"] == template_text.ASSISTANT]
+    kinds = {
+        "tools": bool(record.get("tools")),
+        "tool calls": any(map(template_text.list_tool_calls, answers)),
+        "reasoning": any(map(template_text.get_reasoning, answers)),
+        "reasoning in several turns": sum(map(bool, map(template_text.get_reasoning, answers))) > 1,
+        "several turns": len(answers) > 1,
+        "a system message": any(message["role"] == "system" for message in messages),
+        "messages without loss": not all(map(template_text.has_loss, messages)),
+        "template arguments": bool(record.get("chat_template_kwargs")),
+    }
+    return [kind for kind, is_present in kinds.items() if is_present]

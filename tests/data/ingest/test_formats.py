@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.data_config import FORMAT, DataConfig
-from jaxsp.data.ingest import source_files as files
-from jaxsp.data.ingest import sources
+from jaxsp.data.ingest import file_types as files
+from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names
 
@@ -469,7 +469,7 @@ def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path, monkeypat
         parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
         source = make_source(source="a.parquet", **fields)
         data = DataConfig(train=(source,), row_tokens=8)
-        (entry,) = sources.read(source, data=data)
+        (entry,) = source_configs.read(source, data=data)
         return json.loads(entry["record"])
 
     alpaca = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5]}
@@ -514,7 +514,7 @@ def test_the_first_record_decides_whether_a_source_has_labels(tmp_path, monkeypa
     parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
     source = make_source(source=str(tmp_path / "a.parquet"), format="tokens")
     data = DataConfig(train=(source,), row_tokens=8)
-    read = sources.read(source, data=data)
+    read = source_configs.read(source, data=data)
     assert read["labels"] == [[-100, 2], [3, 4]]
 
 

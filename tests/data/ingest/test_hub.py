@@ -13,6 +13,7 @@ from jaxsp.data.ingest import hub as hub_data
 from jaxsp.data.ingest import sources
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
+from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names
 
@@ -36,7 +37,7 @@ def _own_cache(tmp_path, monkeypatch):
 def read(source, format="text", **fields):
     one = make_source(source=source, format=format, **fields)
     with at("data.train.0.source", source):
-        return sources.read(one, data=DataConfig(train=[one], row_tokens=8))
+        return source_configs.read(one, data=DataConfig(train=[one], row_tokens=8))
 
 
 def problem(source, **fields):

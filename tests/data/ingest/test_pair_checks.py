@@ -10,7 +10,7 @@ import pytest
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats.records import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
-from jaxsp.data.ingest import sources
+from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names
 
@@ -50,7 +50,7 @@ def read(path, format="unpaired", **fields):
     source = make_source(source=path.name, format=format, **fields)
     data = DataConfig(train=(source,), row_tokens=8, on_bad_record="skip")
     with at("data.train.0.source", path.name):
-        return sources.read(source, data=data)
+        return source_configs.read(source, data=data)
 
 
 def write(path, *records):

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import feather, parquet
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import columnar, source_files
+from jaxsp.data.ingest import file_types
 from tests.messages import assert_names
 
 
@@ -90,7 +90,7 @@ CONTENT = {
 
 
 def read(path, columns=select_text):
-    return list(source_files.read_file(str(path), columns))
+    return list(file_types.read_file(str(path), columns))
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,14 @@ def read(path, columns=select_text):
         (name, codec)
         for name in CONTENT
         for codec in (
-            (None, "gzip", "zstd")
-            if source_files.detect_file_type(name).is_compressible
-            else (None,)
+            (None, "gzip", "zstd") if file_types.detect_file_type(name).is_compressible else (None,)
         )
     ],
 )
 @pytest.mark.parametrize("size", [1, 100, 2**20])
 def test_every_file_type_gives_every_record(tmp_path, monkeypatch, name, codec, size):
-    monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
-    monkeypatch.setattr(columnar, "_BATCH_BYTES", size)
+    monkeypatch.setattr(file_types, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(file_types, "_BATCH_BYTES", size)
     path = tmp_path / (name + {None: "", "gzip": ".gz", "zstd": ".ZST"}[codec])
     path.write_bytes(compressed(CONTENT[name], codec))
     records = read(path)
@@ -207,7 +205,7 @@ def test_an_error_names_the_last_record_before_the_damage(
     parts,
     size,
 ):
-    monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(file_types, "_CHUNK_BYTES", size)
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as caught:
         read(name)
@@ -276,7 +274,7 @@ def test_a_file_without_the_content_of_its_type_is_an_error(tmp_path, name, cont
 def test_an_unreadable_record_counts_and_has_a_problem(
     tmp_path, monkeypatch, name, content, count, bad, size
 ):
-    monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(file_types, "_CHUNK_BYTES", size)
     (tmp_path / name).write_bytes(content)
     records = read(name)
     assert len(records) == count

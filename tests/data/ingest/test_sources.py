@@ -1,7 +1,5 @@
 """Tests of sources: files become records, and errors name file and line."""
 
-import concurrent.futures
-import errno
 import json
 import os
 import time
@@ -11,7 +9,8 @@ import pytest
 
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.ingest import record_cache, source_files, sources
+from jaxsp.data.ingest import cache, source_files, sources
+from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names, numbers
 
@@ -28,7 +27,7 @@ def settings(**fields):
 
 def read(source, format="text", data=None, **fields):
     with at("data.train.0.source", source):
-        return sources.read(
+        return source_configs.read(
             make_source(source=source, format=format, **fields), data=data or settings()
         )
 
@@ -41,7 +40,6 @@ def problems(source, format="text", data=None, **fields):
         "\n" not in problem and problem.startswith("data.train.0.")
         for problem in caught.value.problems
     )
-    assert not list(datasets.config.HF_DATASETS_CACHE.rglob("cache-*"))
     return [
         problem.removeprefix(f"data.train.0.source = {source}: ")
         for problem in caught.value.problems
@@ -99,51 +97,6 @@ def test_json_lines_and_parquet_give_the_same_records(tmp_path):
     assert read("b.json")["text"] == read("b.parquet")["text"] == ["one", "2020-01-01"]
 
 
-def test_long_and_many_records_are_written_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_cache, "_BATCH_SIZE", 100)
-    texts = ["x" * (number % 70) + str(number) for number in range(50)]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    records = read("a.jsonl")
-    assert records["text"] == texts
-    assert records.data.column("text").num_chunks > 5
-
-
-def test_a_source_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
-    file = tmp_path / "a.txt"
-    file.write_text("one")
-    first = read("a.txt")
-    with monkeypatch.context() as broken:
-        broken.setattr(record_cache, "write_cache", None)
-        assert read("a.txt")["text"] == ["one"]
-        assert read("a.txt")._fingerprint == first._fingerprint
-    file.write_text("another")
-    assert read("a.txt")["text"] == ["another"]
-
-
-def test_concurrent_reads_of_a_source_write_it_once(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("one")
-    write_cache = record_cache.write_cache
-    calls = []
-
-    def slow(*arguments, **named):
-        calls.append(arguments)
-        time.sleep(0.3)
-        write_cache(*arguments, **named)
-
-    monkeypatch.setattr(record_cache, "write_cache", slow)
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for dataset in pool.map(read, ["a.txt"] * 4):
-            assert dataset["text"] == ["one"]
-    assert len(calls) == 1
-
-
-def test_a_read_only_cache_needs_no_lock(tmp_path, monkeypatch):
-    # a root user has no read-only folders
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with record_cache.build_once(tmp_path / "records.arrow"):
-        assert not list(tmp_path.glob("*.lock"))
-
-
 REFUSED = [
     # (files, source, format, parts of the message)
     ({}, "no.txt", "text", ["HuggingFaceH4/ultrachat_200k"]),
@@ -179,9 +132,6 @@ def test_an_unreadable_source_is_an_error_with_a_suggestion(tmp_path, made, sour
         (tmp_path / name).write_text(content)
     (problem,) = problems(source, format)
     assert_names(problem, *parts)
-    assert not list((tmp_path / "cache").rglob("*.arrow")), (
-        "half a file would be taken for a whole one"
-    )
 
 
 def test_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
@@ -248,16 +198,15 @@ def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
     write_lines(
         tmp_path / "a.jsonl", [{"text": "x"}, *[{"text": number} for number in range(7)], "{"]
     )
-    for _ in range(2):  # what was read is kept, and so is what was wrong with it
-        *named, summary = problems("a.jsonl")
-        places, reasons = zip(*(line.split(": ", 1) for line in named), strict=True)
-        assert places == tuple(f"a.jsonl, line {number}" for number in (2, 3, 4, 5, 6))
-        assert_names(reasons[0], "text", "number", "string")
-        assert set(reasons[1:]) == {reasons[1]} != {reasons[0]}, "the same reason is not repeated"
-        assert numbers(summary)[:3] == [8, 9, 5]
-        assert_names(summary, "data.on_bad_record=skip")
+    *named, summary = problems("a.jsonl")
+    places, reasons = zip(*(line.split(": ", 1) for line in named), strict=True)
+    assert places == tuple(f"a.jsonl, line {number}" for number in (2, 3, 4, 5, 6))
+    assert_names(reasons[0], "text", "number", "string")
+    assert set(reasons[1:]) == {reasons[1]} != {reasons[0]}, "the same reason is not repeated"
+    assert numbers(summary)[:3] == [8, 9, 5]
+    assert_names(summary, "data.on_bad_record=skip")
     lenient = settings(on_bad_record="skip", max_bad_records=8)
-    assert record_cache.find_bad_records(read("a.jsonl", data=lenient), max_examples=1)[0] == 8
+    assert cache.find_bad_records(read("a.jsonl", data=lenient), max_examples=1)[0] == 8
     *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
     assert numbers(summary) == [8, 9, 5, 7, 8]
     assert_names(summary, "data.max_bad_records")
@@ -275,7 +224,6 @@ def test_reading_stops_early_if_nearly_every_record_is_bad(tmp_path):
         assert second.startswith("a.jsonl, line 3: ")
         assert numbers(summary) == [most]
         assert_names(summary, "data.on_bad_record=skip", "data.max_bad_records")
-    assert not list((tmp_path / "cache").rglob("*.arrow"))
     assert len(read("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=151))) == 152
 
 
@@ -285,7 +233,6 @@ def test_a_source_without_usable_records_is_refused_under_skip_too(tmp_path):
     assert numbers(summary) == [1, 2]
     assert_names(summary, "format", "fields")
     assert "data.on_bad_record" not in summary, "it is skip already"
-    assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
 def test_a_file_is_read_again_with_other_fields(tmp_path):
@@ -366,21 +313,3 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path
         (tmp_path / "new.txt").replace(tmp_path / "a.txt")
         assert read("a.txt")["text"] == [text]
         time.sleep(0.02)  # file systems count time in steps of some milliseconds
-
-
-@pytest.mark.parametrize("is_wrapped", [False, True])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number, is_wrapped):
-    cached = tmp_path / "jaxsp" / "0123" / "records.arrow"
-    cached.parent.mkdir(parents=True)
-    error = OSError(number, os.strerror(number))
-    if is_wrapped:
-        cause, error = error, RuntimeError("while generating")
-        error.__cause__ = cause
-    with (
-        pytest.raises(UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"),
-        record_cache.build_once(cached),
-    ):
-        raise error
-    with pytest.raises(IsADirectoryError), record_cache.build_once(cached):
-        raise IsADirectoryError(errno.EISDIR, "another error")

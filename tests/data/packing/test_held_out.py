@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset, document_selection, summary
+from jaxsp.data.packing import dataset, row_reader, summary
 from jaxsp.data.packing.row_reader import Documents
 from tests.data.packing import test_dataset, test_loader
 from tests.messages import assert_names, numbers
@@ -17,9 +17,9 @@ LENGTHS = [2 + number % 7 for number in range(1000)]
 
 def choose(lengths=LENGTHS, *, fraction=0.2, seed=0, name="a"):
     tokenized = [test_dataset.tokenized(lengths)]
-    return document_selection.select_records(
-        tokenized, source_names=[name], fraction=fraction, seed=seed
-    )[0]
+    return row_reader.select_records(tokenized, source_names=[name], fraction=fraction, seed=seed)[
+        0
+    ]
 
 
 def test_the_choice_depends_on_seed_name_and_index_only():
@@ -39,9 +39,7 @@ def test_every_document_is_trained_on_or_held_out():
     lengths = [0 if problem else length for problem, length in zip(problems, LENGTHS, strict=True)]
     lengths[1] = 0
     tokenized = test_dataset.tokenized(lengths).add_column("problem", problems)
-    chosen = document_selection.select_records(
-        [tokenized], source_names=["a"], fraction=0.2, seed=0
-    )
+    chosen = row_reader.select_records([tokenized], source_names=["a"], fraction=0.2, seed=0)
     parts = [
         Documents(
             [tokenized], source_names=["a"], held_out=chosen, use_held_out=which, row_tokens=7
@@ -78,12 +76,12 @@ def test_another_fraction_is_a_change_of_the_data():
     )
     assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, was null"]
     assert dataset.describe_changes(before, before) == []
-    assert document_selection.digest_split(
-        "x", choose(), is_held_out=False
-    ) != document_selection.digest_split("x", choose(name="b"), is_held_out=False)
+    assert row_reader.digest_split("x", choose(), is_held_out=False) != row_reader.digest_split(
+        "x", choose(name="b"), is_held_out=False
+    )
     nothing = np.zeros(9, bool)
-    assert document_selection.digest_split("x", nothing, is_held_out=False) == "x"
-    assert document_selection.digest_split("x", nothing, is_held_out=True) != "x"
+    assert row_reader.digest_split("x", nothing, is_held_out=False) == "x"
+    assert row_reader.digest_split("x", nothing, is_held_out=True) != "x"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +112,6 @@ def test_one_document_cannot_be_divided():
 def test_a_stored_dataset_of_several_chunks_is_counted_through():
     parts = [test_dataset.tokenized(LENGTHS[:400]), test_dataset.tokenized(LENGTHS[400:])]
     joined = datasets.concatenate_datasets(parts)
-    chosen = document_selection.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
+    chosen = row_reader.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
     actual = Documents([joined], source_names=["a"], held_out=chosen, use_held_out=True).lengths
     assert actual.tolist() == np.array(LENGTHS)[choose()].tolist()

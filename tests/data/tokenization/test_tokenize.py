@@ -1,14 +1,17 @@
 """Records become tokens, once."""
 
+import concurrent.futures
+import errno
 import json
 import os
 import subprocess
 import sys
+import time
 import types
+from concurrent.futures.process import BrokenProcessPool
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 import tokenizers as library
 import transformers
@@ -17,12 +20,11 @@ from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats.plain import Text
-from jaxsp.data.ingest import sources, token_stats
+from jaxsp.data.ingest import cache, sources
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import documents, tokenizers
 from jaxsp.data.tokenization import tokenize as text
-from jaxsp.data.tokenization.documents import TokenizeOptions
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.run import export_command
 from tests.data.chat import chats
@@ -246,9 +248,9 @@ def test_a_killed_process_that_tokenizes_is_an_error_of_its_source(tmp_path, mon
     write(tmp_path / "a.jsonl", {"text": "x"}, {"text": "y"})
 
     def fail(*_, **__):
-        raise RuntimeError("One of the subprocesses has abruptly died during map operation.")
+        raise BrokenProcessPool
 
-    monkeypatch.setattr(datasets.Dataset, "map", fail)
+    monkeypatch.setattr(concurrent.futures.ProcessPoolExecutor, "submit", fail)
     with pytest.raises(UserError, match=rf"{FIELD} = a.jsonl: .*killed.*data.num_workers=1"):
         tokenize("a.jsonl", num_workers=2)
 
@@ -260,8 +262,8 @@ def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
     def encode(*_, **__):
         raise RuntimeError("tokenized again")
 
-    monkeypatch.setattr(documents, "encode_records", encode)
-    monkeypatch.setattr(token_stats, "compute", encode)
+    monkeypatch.setattr(text, "encode_records", encode)
+    monkeypatch.setattr(cache, "compute_stats", encode)
     assert (
         tokens("a.txt")
         == tokens("a.txt", num_workers=3)
@@ -275,6 +277,46 @@ def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
         tokenize("a.txt")
 
 
+def test_concurrent_processes_tokenize_a_source_once(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    calls = []
+    encode = text.encode_batch
+
+    def slow(*arguments):
+        calls.append(arguments)
+        time.sleep(0.3)
+        return encode(*arguments)
+
+    monkeypatch.setattr(text, "encode_batch", slow)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(tokens, ["a.txt"] * 4))
+    assert results == [[[*b"one", 256]]] * 4
+    assert len(calls) == 1
+
+
+def test_long_and_many_records_are_written_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "_BATCH_SIZE", 100)
+    texts = ["x" * (number % 70) + str(number) for number in range(50)]
+    write(tmp_path / "a.jsonl", *({"text": words} for words in texts))
+    result = tokenize("a.jsonl").dataset
+    assert result["tokens"][:] == [[*words.encode(), 256] for words in texts]
+    assert result.data.column("tokens").num_chunks > 5
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number):
+    def fail():
+        raise OSError(number, os.strerror(number))
+        yield
+
+    with pytest.raises(UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"):
+        cache.open_or_build(tmp_path / "jaxsp" / "0123.arrow", fail)
+    number = errno.EISDIR
+    with pytest.raises(IsADirectoryError):
+        cache.open_or_build(tmp_path / "jaxsp" / "0123.arrow", fail)
+    assert not list(tmp_path.rglob("*.arrow")), "half a file would be taken for a whole one"
+
+
 def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path, monkeypatch):
     write(
         tmp_path / "a.jsonl",
@@ -282,10 +324,8 @@ def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path
     )
     tokenizer = chats.tokenizer()
     results = []
-    encode = documents.encode_records
-    monkeypatch.setattr(
-        documents, "encode_records", lambda *args: results.append(1) or encode(*args)
-    )
+    encode = text.encode_records
+    monkeypatch.setattr(text, "encode_records", lambda *args: results.append(1) or encode(*args))
     for number, change in enumerate(
         [
             {"chat_template": chats.CHATML},
@@ -309,10 +349,8 @@ def test_a_template_kept_in_a_tokenizer_gives_the_cached_tokens(tmp_path, monkey
     )
     write(tmp_path / "b.jsonl", {"text": "x"})
     results = []
-    encode = documents.encode_records
-    monkeypatch.setattr(
-        documents, "encode_records", lambda *args: results.append(1) or encode(*args)
-    )
+    encode = text.encode_records
+    monkeypatch.setattr(text, "encode_records", lambda *args: results.append(1) or encode(*args))
     first = tokens(
         "a.jsonl", format="messages", tokenizer=chats.tokenizer(), chat_template=chats.CHATML
     )
@@ -405,7 +443,7 @@ def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_
         if labels is not None:
             column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
             result = datasets.concatenate_datasets([result, column], axis=1)
-        return token_stats.compute(result).digest
+        return cache.compute_stats(result).digest
 
     def features(name):
         return datasets.Features({name: datasets.LargeList(datasets.Value("int32"))})
@@ -436,7 +474,7 @@ def test_the_lowest_and_the_highest_id_have_the_index_of_their_record():
         datasets.Dataset.from_dict({"tokens": lists}, features=features)
         for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])
     ]
-    assert token_stats.compute(datasets.concatenate_datasets(parts)).extreme_ids == {
+    assert cache.compute_stats(datasets.concatenate_datasets(parts)).extreme_ids == {
         "tokens": [(3, 2), (9, 3)]
     }
 
@@ -446,7 +484,7 @@ def test_workers_change_no_token(tmp_path):
     """JAX has started threads, so that a fork would warn; there is no progress bar in a log."""
     write(tmp_path / "a.jsonl", *({"text": f"document {number}"} for number in range(20)))
     program = """
-import datasets
+import concurrent.futures
 import jax
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.ingest import sources
@@ -455,12 +493,12 @@ jax.devices()
 source = {"source": "a.jsonl", "format": "text"}
 data = {"train": [source], "row_tokens": 8, "num_workers": 2}
 data = DataConfig.model_validate(data)
-dataset_map = datasets.Dataset.map
+make_pool = concurrent.futures.ProcessPoolExecutor
 workers = []
-def count_workers(dataset, *args, num_proc, **kwargs):
-    workers.append(num_proc)
-    return dataset_map(dataset, *args, num_proc=num_proc, **kwargs)
-datasets.Dataset.map = count_workers
+def count_workers(num_workers, **kwargs):
+    workers.append(num_workers)
+    return make_pool(num_workers, **kwargs)
+concurrent.futures.ProcessPoolExecutor = count_workers
 records = sources.read(data.train[0], data=data)
 tokenized = tokenize.tokenize_dataset(
     records,
@@ -476,23 +514,23 @@ print([workers, tokenized.stats.digest, tokenized.dataset["tokens"][:]])
     )
     assert process.returncode == 0, process.stderr
     assert "os.fork" not in process.stderr, process.stderr
-    assert "Tokenizing" not in process.stderr, "a progress bar in a log"
+    assert "Reading" not in process.stderr, "a progress bar in a log"
     expected = tokenize("a.jsonl")
     assert eval(process.stdout) == [[2], expected.stats.digest, expected.dataset["tokens"][:]]
 
 
 def test_a_worker_tokenizes_with_its_fraction_of_the_cores(monkeypatch):
-    """`datasets` disables threads in its workers."""
+    """Without this variable, the tokenizer's threads of all workers would be too many."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
-    tokenizer = tokenizers.make_byte_tokenizer()
-    options = ChatOptions(tokenizer=tokenizer, template=None, has_full_loss=True)
-    how = TokenizeOptions(source=Text(source="x"), chat=options)
-    records = pa.table({"place": ["a"], "problem": pa.array([None], pa.string()), "text": ["x"]})
-    for threads, expected in ((None, ("false", "1")), (1, ("false", "1")), (3, ("true", "3"))):
-        assert text._encode_table(records, options=how, num_threads=threads)[
-            "tokens"
-        ].to_pylist() == [[120, 256]]
+    monkeypatch.setattr(text, "_worker_options", None, raising=False)
+    options = ChatOptions(
+        tokenizer=tokenizers.make_byte_tokenizer(), template=None, has_full_loss=True
+    )
+    for threads, expected in ((1, ("false", "1")), (3, ("true", "3"))):
+        text._start_worker(Text(source="x"), options, threads)
+        entry = {"place": "a", "problem": None, "text": "x"}
+        assert text._encode_in_worker([entry])["tokens"].to_pylist() == [[120, 256]]
         assert (os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"]) == expected
 
 
@@ -525,8 +563,8 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     config = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
     how = {"source": config.train[0], "tokenizer": chats.tokenizer()}
     records = sources.read(config.train[0], data=config)
-    (example,) = documents.encode_examples(records, data=config, **how)
-    assert len(list(documents.encode_examples(records, data=config, **how, num_records=5))) == 2
+    (example,) = text.encode_examples(records, data=config, **how)
+    assert len(list(text.encode_examples(records, data=config, **how, num_records=5))) == 2
     place, tokens, labels, _ = example
     result = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
     assert (place, tokens.tolist(), labels.tolist()) == (
@@ -537,7 +575,7 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     assert np.any(labels != -100)
     strict = config.model_copy(update={"on_bad_record": "error"})
     with pytest.raises(UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
-        list(documents.encode_examples(records, data=strict, **how))
+        list(text.encode_examples(records, data=strict, **how))
 
 
 DATED = "{{ strftime_now('%d %B') }}:" + chats.THINKING
@@ -573,7 +611,7 @@ def test_a_date_that_no_template_writes_is_refused(tmp_path):
     own.chat_template = chats.CHATML
     config = asked("a.txt", chat_template_date="2026-11-25")
     with pytest.raises(UserError) as raised:
-        documents.resolve_options(config.train[0], data=config, tokenizer=own)
+        text.resolve_options(config.train[0], data=config, tokenizer=own)
     assert_names(raised.value, "strftime_now", start="data.chat_template_date = 2026-11-25: ")
 
 
@@ -585,5 +623,5 @@ def test_other_users_may_read_the_cache(tmp_path):
     finally:
         os.umask(before)
     result = [file for file in (tmp_path / "cache" / "jaxsp").rglob("*") if file.is_file()]
-    assert any(file.name.startswith("counted-") for file in result)
+    assert any(file.suffix == ".arrow" for file in result)
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in result if file.suffix != ".lock")

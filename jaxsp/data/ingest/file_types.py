@@ -1,0 +1,422 @@
+"""Types of files that hold records: each is read as records, and a truncated file is an error."""
+
+import collections
+import contextlib
+import csv
+import functools
+import io
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from jaxsp.core.errors import UserError, at
+
+TEXT_SUFFIXES = ".txt .md .text .rst .tex .html .htm .xml .log .py .yaml .yml".split()
+"""Suffixes of plain text; a missing file with such a name is not looked up on the hub."""
+
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+_UNSUPPORTED_SUFFIXES = """.zip .xz .bz2 .lz4 .snappy .tar .tgz .7z .rar .npy .npz .pkl .pickle .pt
+    .pth .bin .safetensors .h5 .pdf .docx .xlsx .epub .db .sqlite .orc .avro .feather .tfrecord
+    .array_record""".split()
+"""Suffixes of files that would be nonsense as plain text."""
+
+_CHUNK_BYTES = 2**20
+
+_MAX_CELL_CHARS = 2**30
+"""Limit of a csv cell: a quote without its end makes one cell of the rest of the file."""
+
+
+_SPACES = re.compile(r"[ \t\r\n]*")
+
+LocatedRecord = tuple[str, Any, str | None]
+"""Place of a record, such as `row 3`, the record, and the problem if it cannot be read. The place
+is empty if the record is the whole file."""
+
+_BATCH_BYTES = 2**24
+"""Bytes of rows that are converted to Python objects together."""
+
+Select = Callable[[list[str]], list[str]]
+"""Returns the columns to read from a table with these columns; none if a required one is
+missing."""
+
+
+def rows_per_batch(num_rows: int, num_bytes: int) -> int:
+    """Number of rows with about `_BATCH_BYTES`; at least 1, at most 1000."""
+    rows = _BATCH_BYTES * num_rows // max(num_bytes, 1)
+    return min(max(rows, 1), 1000)
+
+
+def _read_text(file: str, select: Select) -> Iterator[LocatedRecord]:
+    with _open_decompressed(file) as stream:
+        document = stream.read()
+    try:
+        yield "", {"text": document.decode("utf-8-sig")}, None
+    except UnicodeDecodeError as error:
+        yield "", None, f"is not UTF-8 text ({error})."
+
+
+def _read_json(file: str, select: Select) -> Iterator[LocatedRecord]:
+    is_array = False
+    if split_suffix(file)[0] == ".json":  # in .jsonl, a line with an array is one bad record
+        with _open_decompressed(file) as stream:
+            blocks = iter(lambda: stream.read(4096), b"")
+            first_bytes = (block.strip(b"\xef\xbb\xbf \t\r\n")[:1] for block in blocks)
+            is_array = next(filter(None, first_bytes), b"") == b"["
+    with _open_decompressed(file) as stream:
+        if is_array:
+            text = stream.read().decode("utf-8-sig", errors="surrogateescape")
+            yield from _read_array(text)
+        else:
+            yield from _read_lines(stream)
+
+
+def _read_csv(file: str, select: Select, *, delimiter: str) -> Iterator[LocatedRecord]:
+    csv.field_size_limit(_MAX_CELL_CHARS)  # applies to this process; Python's default is 131,072
+    with _open_decompressed(file) as stream:
+        lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        table = csv.reader(lines, delimiter=delimiter, strict=True)
+        names = next(table, [])
+        if not names:
+            raise UserError("its first line is empty. It must name the columns.")
+        if len(set(names)) < len(names):
+            raise UserError("its first line names a column twice. Rename one of them.")
+        line = table.line_num + 1
+        for cells in table:
+            place = f"line {line}"
+            line = table.line_num + 1
+            if len(cells) == len(names):
+                record = dict(zip(names, cells, strict=True))
+                yield place, record, _utf8_problem("".join(cells))
+            elif cells:
+                problem = f"has {len(cells)} cells, but the first line names {len(names)} columns."
+                yield place, None, problem
+
+
+@contextlib.contextmanager
+def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
+    codec = split_suffix(file)[1]
+    if codec is None:
+        with open(file, "rb") as stream:
+            yield stream
+        return
+    with pa.OSFile(file, "rb") as compressed:
+        # unlike zlib, pyarrow reports a truncated stream
+        decompressed = pa.CompressedInputStream(compressed, codec)
+        with io.BufferedReader(decompressed, _CHUNK_BYTES) as stream:
+            yield stream
+
+
+def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[LocatedRecord]:
+    """Adds the name of a file or data set to the places of its records, and to errors."""
+    with at(name):
+        for place, record, problem in records:
+            yield f"{name}, {place}" if place else name, record, problem
+
+
+def _read_lines(stream: io.BufferedReader) -> Iterator[LocatedRecord]:
+    decoder = _Decoder()
+    for number, line in enumerate(stream, 1):
+        record = None
+        problem = None
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            if not text:
+                continue
+            record = decoder.decode(text)
+        except UnicodeDecodeError as error:
+            problem = f"is not UTF-8 text ({error})."
+        except (ValueError, RecursionError) as error:
+            problem = (
+                f"is not JSON ({error}); each line must be one record, or a .json file one array "
+                "of records."
+            )
+        duplicates = decoder.pop_problem()
+        yield f"line {number}", record, problem or duplicates
+
+
+def _read_array(text: str) -> Iterator[LocatedRecord]:
+    """Yields the elements of an array. Raises: ValueError if the text is not one complete array.
+    Args: text: with surrogates in place of bytes that are not UTF-8."""
+    decoder = _Decoder()
+
+    def skip_spaces(place: int) -> int:
+        match = _SPACES.match(text, place)
+        assert match is not None, "no spaces match too"
+        return match.end()
+
+    def take(place: int, expected: str) -> tuple[str, int]:
+        """Returns the next character, and where the text after it begins."""
+        character = text[place : place + 1]
+        if not character:
+            raise ValueError("the array has no end")
+        if character not in expected:
+            raise ValueError(f"expected {' or '.join(expected)}, not {character}")
+        return character, skip_spaces(place + 1)
+
+    number = 0
+    separator, begin = take(skip_spaces(0), "[")
+    if text[begin : begin + 1] == "]":
+        separator, begin = take(begin, "]")
+    while separator != "]":
+        if begin == len(text):
+            raise ValueError("the array has no end")
+        record, end = decoder.raw_decode(text, begin)
+        number += 1
+        yield f"record {number}", record, decoder.pop_problem() or _utf8_problem(text[begin:end])
+        separator, begin = take(skip_spaces(end), ",]")
+    if begin < len(text):
+        raise ValueError(f"expected nothing after the array, not {text[begin]}")
+
+
+def _utf8_problem(text: str) -> str | None:
+    """Returns the problem of text with surrogates in place of bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not UTF-8 text."
+    return None
+
+
+class _Decoder(json.JSONDecoder):
+    """Decodes JSON, and records keys that an object has twice: json silently keeps the last."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._build_object)
+        self._duplicates: list[str] = []
+
+    def _build_object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            counts = collections.Counter(name for name, _ in pairs)
+            self._duplicates += [name for name in result if counts[name] > 1]
+        return result
+
+    def pop_problem(self) -> str | None:
+        problem = f"has {self._duplicates[0]} twice." if self._duplicates else None
+        self._duplicates.clear()
+        return problem
+
+
+def read_batches(
+    batches: Iterable[pa.RecordBatch], names: list[str], select: Select
+) -> Iterator[LocatedRecord]:
+    """Yields the rows of Arrow tables, counted from 1, as records with the selected columns. If a
+    required column is missing, each record has the table's column names, with empty values."""
+    selected = select(names)
+    for name in selected:
+        if names.count(name) > 1:
+            raise UserError(f"has the column {name} twice. Rename or remove one of them.")
+    number = 0
+    for batch in batches:
+        batch.validate()
+        batch = batch.select(selected)
+        for column in batch.columns:
+            # a damaged offset would be read from outside of its memory
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid as error:
+                if "UTF8" not in str(error):  # that is a problem of its row
+                    raise
+        num_rows = rows_per_batch(batch.num_rows, batch.nbytes)
+        for start in range(0, batch.num_rows, num_rows):
+            part = batch.slice(start, num_rows)
+            rows = _to_python(part) if selected else [(dict.fromkeys(names, ""), None)] * len(part)
+            for row, problem in rows:
+                number += 1
+                yield f"row {number}", row, problem
+
+
+def _read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
+    """Yields the rows of a parquet file. Raises: pyarrow's errors if the file is damaged."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:
+        names = table.schema_arrow.names
+        groups = [table.metadata.row_group(index) for index in range(table.num_row_groups)]
+        num_bytes = sum(group.total_byte_size for group in groups)
+        batches = table.iter_batches(
+            # without the required columns, rows are only counted
+            columns=select(names) or names[:1],
+            batch_size=rows_per_batch(table.metadata.num_rows, num_bytes),
+        )
+        yield from read_batches(batches, names, select)
+
+
+def _read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
+    """Yields the rows of an Arrow file, or of one or more Arrow streams in a file.
+    Raises: pyarrow's errors, or ValueError, if the file is damaged."""
+    with pa.memory_map(file) as source:
+        if source.read(6) == b"ARROW1":
+            table = pa.ipc.open_file(source)
+            batches = (table.get_batch(number) for number in range(table.num_record_batches))
+            yield from read_batches(batches, table.schema.names, select)
+            return
+        source.seek(0)
+        schema = pa.ipc.open_stream(source).schema
+
+        def read_streams() -> Iterator[pa.RecordBatch]:
+            source.seek(0)
+            while source.tell() < source.size():
+                stream = pa.ipc.open_stream(source)
+                if stream.schema != schema:
+                    raise ValueError("a second stream follows with other columns")
+                yield from stream
+
+        yield from read_batches(read_streams(), schema.names, select)
+        # without this mark, a stream cut between two batches would look like a shorter stream
+        source.seek(max(source.size() - 8, 0))
+        if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
+            raise ValueError("the stream has no end")
+
+
+def _to_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str | None]]:
+    """Returns the rows of a small batch, each with its problem if it cannot be read."""
+    try:
+        values = [_column_to_python(column) for column in batch.columns]
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [(None, f"is not UTF-8 text ({error}).")]
+        return [row for index in range(batch.num_rows) for row in _to_python(batch.slice(index, 1))]
+    return [
+        (dict(zip(batch.schema.names, row, strict=True)), None) for row in zip(*values, strict=True)
+    ]
+
+
+def _column_to_python(column: pa.Array) -> list[Any]:
+    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if is_list and pa.types.is_primitive(column.type.value_type):
+        # 30 times as fast as conversion to Python numbers
+        return [
+            row.values.to_numpy(zero_copy_only=False) if row.is_valid else None for row in column
+        ]
+    return [_parse_value(value, column.type) for value in column.to_pylist()]
+
+
+_LIST_TYPES = (
+    *(pa.ListType, pa.LargeListType, pa.FixedSizeListType),
+    *(pa.ListViewType, pa.LargeListViewType),
+)
+
+
+def _parse_value(value: Any, kind: pa.DataType) -> Any:
+    """Parses the JSON in a value, and drops null fields of objects. `datasets` writes a field as
+    JSON if its type differs between records. A table gives each object the fields of all. A map
+    stays pyarrow's list of pairs, with its nulls: it has only its own keys. Values of other types
+    stay as they are."""
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if isinstance(kind, _LIST_TYPES):
+        return [_parse_value(item, kind.value_type) for item in value]
+    if isinstance(kind, pa.MapType):
+        return [
+            (_parse_value(key, kind.key_type), _parse_value(item, kind.item_type))
+            for key, item in value
+        ]
+    if isinstance(kind, pa.StructType):
+        return {
+            name: _parse_value(item, kind.field(name).type)
+            for name, item in value.items()
+            if item is not None
+        }
+    return value
+
+
+class FileType(NamedTuple):
+    """A type of file that holds records."""
+
+    name: str
+    read: Callable[[str, Select], Iterator[LocatedRecord]]
+    is_compressible: bool = True
+
+
+TEXT = FileType("text", _read_text)
+
+_JSON = FileType("json", _read_json)
+
+_FILE_TYPES = {
+    ".jsonl": _JSON,
+    ".ndjson": _JSON,
+    ".json": _JSON,
+    ".csv": FileType("csv", functools.partial(_read_csv, delimiter=",")),
+    ".tsv": FileType("csv", functools.partial(_read_csv, delimiter="\t")),
+    ".parquet": FileType("parquet", _read_parquet, is_compressible=False),
+    ".arrow": FileType("arrow", _read_arrow, is_compressible=False),
+}
+"""File types by suffix; any other file is plain text."""
+
+
+def split_suffix(file: str) -> tuple[str, str | None]:
+    """Returns the suffix that names a file's type, and the codec that compresses it."""
+    path = pathlib.PurePath(file.lower())
+    codec = _CODECS.get(path.suffix)
+    return (pathlib.PurePath(path.stem).suffix if codec else path.suffix), codec
+
+
+def detect_file_type(file: str) -> FileType:
+    """Returns the type that a file's name stands for.
+    Raises: UserError if files of this name are not supported."""
+    suffix, codec = split_suffix(file)
+    file_type = _FILE_TYPES.get(suffix, TEXT)
+    codec_suffix = pathlib.Path(file).suffix if codec else ""
+    if suffix in _UNSUPPORTED_SUFFIXES or (codec and not file_type.is_compressible):
+        raise UserError(
+            f"{file}: {suffix}{codec_suffix.lower()} files are not supported. Convert to .jsonl, "
+            ".parquet or plain text."
+        )
+    if codec and not suffix:
+        example = f"{file.removesuffix(codec_suffix)}.jsonl{codec_suffix}"
+        raise UserError(
+            f"{file}: its name does not show what is compressed. Rename it to {example} if it is "
+            "lines of JSON."
+        )
+    return file_type
+
+
+def read_files(files: Iterable[str], select: Select) -> Iterator[LocatedRecord]:
+    """Yields every record of files in order: see `read_file`."""
+    for file in files:
+        yield from read_file(file, select)
+
+
+def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator[LocatedRecord]:
+    """Yields every record of a file in order; those that cannot be read have a problem instead.
+    Args: name: the file's name in places and errors, if it has another one.
+    Raises: UserError naming the file, and the last record before the damage."""
+    return locate_records(name or file, _read_file(file, select))
+
+
+def _read_file(file: str, select: Select) -> Iterator[LocatedRecord]:
+    place = ""
+    try:
+        size = os.path.getsize(file)
+        if split_suffix(file)[1] and not size:
+            raise UserError(
+                "is empty, but a compressed file has a header. Copy or create it again."
+            )
+        if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
+            raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
+        for located in detect_file_type(file).read(file, select):
+            place = located[0]
+            yield located
+    except UserError:
+        raise
+    except PermissionError:
+        raise UserError(
+            "no permission to read it. Change its permissions, or leave it out."
+        ) from None
+    # pyarrow's errors are ValueErrors or OSErrors
+    except (OSError, ValueError, csv.Error, RecursionError) as error:
+        after = f"after {place}" if place else "before the end of its first record"
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(
+            f"is broken {after} ({reason}). Copy or create it again: the number of missing records "
+            "is unknown."
+        ) from None
