@@ -34,8 +34,8 @@ from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft, writer
 from jaxsp.hf.weights import open_other_parts
-from jaxsp.memory import memory_compile
 from jaxsp.optimizers import param_groups
+from jaxsp.planning import fit
 from jaxsp.run import (
     build,
     config_file,
@@ -334,7 +334,7 @@ class Trainer:
         Raises: UserError if the step does not fit the devices.
         """
         if self._step is None:
-            self._step = memory_compile.compile_fitting_step(self.spec).executable
+            self._step = fit.compile_fitting_step(self.spec).executable
         self._state, metrics = self._step(self.state, batch)
         return metrics
 
