@@ -35,8 +35,8 @@ from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft
 from jaxsp.hf.weights import check_target, export_model, open_other_parts
-from jaxsp.memory import memory_compile
 from jaxsp.optimizers import param_groups
+from jaxsp.planning import fit
 from jaxsp.run import (
     build,
     config_file,
@@ -335,7 +335,7 @@ class Trainer:
         Raises: UserError if the step does not fit the devices.
         """
         if self._step is None:
-            self._step = memory_compile.compile_fitting_step(self.spec).executable
+            self._step = fit.compile_fitting_step(self.spec).executable
         self._state, metrics = self._step(self.state, batch)
         return metrics
 

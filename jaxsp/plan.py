@@ -10,7 +10,7 @@ import re
 
 from jaxsp import cli
 from jaxsp.core.errors import ProblemCollector
-from jaxsp.planner.compile import gpus
+from jaxsp.planning import gpus
 from jaxsp.run import config_file
 
 _NUMBERS = {

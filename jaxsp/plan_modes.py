@@ -19,11 +19,10 @@ from jaxsp.core import durations, files
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import context_range, folder, peft, published
 from jaxsp.hf.published import ModelSizes
-from jaxsp.planner import mesh_sweep, planning, report, search, tables
-from jaxsp.planner.compile import compiled
-from jaxsp.planner.compile.compiled import Cluster
-from jaxsp.planner.mesh_sweep import MeshPlan
-from jaxsp.planner.planning import Plan
+from jaxsp.planning import absent, longest, meshes, planner, report
+from jaxsp.planning.absent import Cluster
+from jaxsp.planning.meshes import MeshPlan
+from jaxsp.planning.planner import Plan
 from jaxsp.run import data_preparation
 from jaxsp.run.config_file import Config
 from jaxsp.run.model_files import ModelFiles
@@ -58,7 +57,7 @@ class PlanRequest:
         Raises: UserError if there are none.
         """
         given = self.config.step
-        config = planning.resolve_config(given, model=self.sizes.model, cluster=cluster)
+        config = planner.resolve_config(given, model=self.sizes.model, cluster=cluster)
         cluster_name = f"{cluster.num_devices} x {cluster.device_type}"
         if given.mesh.seq == "auto":
             self.console.print(f"mesh.seq = auto on {cluster_name}: {config.mesh.seq}")
@@ -69,7 +68,7 @@ class PlanRequest:
 
     def plan(self, config: StepConfig, cluster: Cluster) -> Plan:
         """Plans a step. Raises: UserError."""
-        return planning.plan_step(
+        return planner.plan_step(
             config,
             model=self.sizes.model,
             cluster=cluster,
@@ -107,7 +106,7 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
         plans.append(plan)
     if not plans:
         raise UserError(refusals)
-    request.console.print(tables.format_comparison(plans, tokens=request.train_tokens))
+    request.console.print(report.format_comparison(plans, tokens=request.train_tokens))
     for refusal in refusals:
         request.console.print(f"refused: {refusal}")
     request.write_json({"plans": [dataclasses.asdict(plan) for plan in plans]})
@@ -119,19 +118,19 @@ def find_longest(request: PlanRequest) -> None:
     cluster = request.cluster
     began = time.perf_counter()
     console.print(f"the longest row on {cluster.num_devices} x {cluster.device_type}:")
-    longest = search.find_longest_row(
+    found = longest.find_longest_row(
         request.config.step,
         model=request.sizes.model,
         cluster=cluster,
         on_result=lambda length: console.print(report.format_length(length)),
     )
-    console.print(report.format_longest(longest, seconds=time.perf_counter() - began))
-    plan = longest.plan or longest.shortest_failing.plan
+    console.print(report.format_longest(found, seconds=time.perf_counter() - began))
+    plan = found.plan or found.shortest_failing.plan
     result = {
-        "longest_row_tokens": longest.plan and longest.plan.row_tokens,
+        "longest_row_tokens": found.plan and found.plan.row_tokens,
         "tried": [
             {"row_tokens": length.row_tokens, "fits": not length.problem, "why": length.problem}
-            for length in longest.tried
+            for length in found.tried
         ],
     }
     if plan is None:
@@ -147,7 +146,7 @@ def plan_meshes(request: PlanRequest) -> None:
     model = request.sizes.model
     cluster = request.cluster
     console = request.console
-    combinations = mesh_sweep.list_combinations(config, model, num_devices=cluster.num_devices)
+    combinations = meshes.list_combinations(config, model, num_devices=cluster.num_devices)
     console.print(f"{len(combinations)} combinations of mesh and attention strategy to compile:")
     numbers = itertools.count(1)
 
@@ -155,7 +154,7 @@ def plan_meshes(request: PlanRequest) -> None:
         count = f"{next(numbers)} of {len(combinations)}"
         console.print(report.format_mesh_plan(mesh_plan, count=count))
 
-    mesh_plans = mesh_sweep.plan_meshes(
+    mesh_plans = meshes.plan_meshes(
         config,
         model=model,
         cluster=cluster,
@@ -164,7 +163,7 @@ def plan_meshes(request: PlanRequest) -> None:
     )
     rows = f"{config.rows_per_step} rows of {config.row_tokens:,} tokens per step"
     console.print(f"{rows} on {cluster.num_devices} x {cluster.device_type}")
-    console.print(tables.format_ranking(mesh_plans))
+    console.print(report.format_ranking(mesh_plans))
     request.write_json({"meshes": [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]})
 
 
@@ -257,6 +256,6 @@ def _make_cluster(device: str, given: argparse.Namespace, config: Config) -> Clu
             f"{mesh.data}, mesh.seq = {yaml_io.format_value(mesh.seq)}). Use --devices "
             f"{unit}{other}."
         )
-    return compiled.make_cluster(
+    return absent.make_cluster(
         device, num_devices, node_devices=given.node_devices, node_host_gib=given.host_gib
     )

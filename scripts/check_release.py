@@ -27,7 +27,7 @@ from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
-from jaxsp.planner.compile import compiled
+from jaxsp.planning import absent
 from jaxsp.run import selfcheck
 from scripts.bench import configs, machine
 
@@ -144,7 +144,7 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
 
     Raises: JaxRuntimeError if XLA cannot.
     """
-    (gpu,) = compiled.make_devices("h100-80gb", 1)
+    (gpu,) = absent.make_devices("h100-80gb", 1)
     options = DEFAULTS | ATTENTION[name]
     kernel = as_kernel(options.pop("kernel"))
     # The self-check compares a kernel in bfloat16 with the blockwise kernel in float32

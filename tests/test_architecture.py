@@ -25,9 +25,8 @@ LAYERS = (
     "optimizers",
     "training",
     "evaluation",
-    "memory",
-    "generation",
-    "checkpoint planner",
+    "planning",
+    "checkpoint generation",
     "run",
     "commands",
 )

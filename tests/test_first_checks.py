@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from jaxsp.attention.kernels.cudnn import cudnn_memory
-from jaxsp.planner.compile import compiled
+from jaxsp.planning import absent
 from jaxsp.system import hardware
 from scripts import gpu_stages
 from scripts.bench import first_checks, kernel_trace
@@ -69,7 +69,7 @@ KERNELS = [
 def test_cudnn_attention_compiles_for_the_workspace_check():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     work = first_checks.make_workload(num_heads=4, num_kv_heads=2, max_segments=8, row_tokens=1024)
-    (device,) = compiled.make_devices("h100-80gb", 1)
+    (device,) = absent.make_devices("h100-80gb", 1)
     split = cudnn_memory.choose_split(work)
     assert "__cudnn$fmha" in first_checks.compile_attention(work, split, device).as_text()
 

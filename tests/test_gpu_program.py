@@ -9,10 +9,7 @@ import pytest
 
 from jaxsp.attention.kernels.cudnn import cudnn_bins
 from jaxsp.hf import model_config, published
-from jaxsp.memory import memory_problems
-from jaxsp.planner import planning
-from jaxsp.planner.compile import compiled, hlo
-from jaxsp.planner.cost import comms
+from jaxsp.planning import absent, hlo, memory_problems, planner
 from jaxsp.run import config_file
 from jaxsp.training.specs import make_spec
 
@@ -37,8 +34,8 @@ def compiled_step(config):
     """The step of a config with a model.config, on as many H100s as its mesh has."""
     model = model_config.parse_model_config(config.model.config)
     count = config.mesh.data * config.mesh.seq
-    devices = compiled.make_devices("h100-80gb", count)
-    return compiled.compile_step(make_spec(config.step, model, devices=devices))
+    devices = absent.make_devices("h100-80gb", count)
+    return absent.compile_step(make_spec(config.step, model, devices=devices))
 
 
 def small_step(slots, **memory):
@@ -74,7 +71,7 @@ def small(request):
 def num_calls(text: str) -> tuple[int, int]:
     """Number of calls of cuDNN by a program, forward and backward."""
     targets = [f'custom_call_target="__cudnn$fmhaSoftmax{end}"' for end in ("", "Backward")]
-    runs = hlo.count_runs(hlo.parse_module(text), lambda line: line.opcode == "custom-call")
+    runs = hlo.count_runs(hlo.parse(text), lambda line: line.opcode == "custom-call")
     return tuple(
         sum(times for line, times in runs if target in line.attributes) for target in targets
     )
@@ -82,7 +79,7 @@ def num_calls(text: str) -> tuple[int, int]:
 
 def test_attention_sends_bfloat16_in_6_all_to_alls_per_layer_and_microbatch(small):
     # forward q, k and v together, and the output; backward both again, then their transposes
-    calls = [sent for sent in comms.parse_collectives(small[1]) if sent.operation == "all-to-all"]
+    calls = [sent for sent in hlo.parse_collectives(small[1]) if sent.operation == "all-to-all"]
     assert sum(sent.num_runs for sent in calls) == 6 * 4 * 3
     assert {dtype for sent in calls for dtype in sent.bytes_by_dtype} == {"bf16"}
 
@@ -146,10 +143,10 @@ def test_a_recipe_fits_its_gpus_and_states_its_memory(name):
     if problems := memory_problems.find_problems(config.step, platform="gpu", model=model):
         pytest.skip(problems[0])
     groups = config.mesh.data
-    plan = planning.plan_step(
+    plan = planner.plan_step(
         config.step,
         model=model,
-        cluster=compiled.make_cluster("h100-80gb", groups * config.mesh.seq),
+        cluster=absent.make_cluster("h100-80gb", groups * config.mesh.seq),
     )
     assert plan.fits
     least, most = re.search(r"Planned\D*(?:(\d+) to )?(\d+) GiB", path.read_text()).groups()

@@ -15,11 +15,10 @@ from jaxsp import plan
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
-from jaxsp.planner import planning
-from jaxsp.planner.compile import gpus
+from jaxsp.planning import gpus, planner
 from jaxsp.sharding import host_offload
 from tests import messages
-from tests.planner import example_plans
+from tests.planning import example_plans
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -83,7 +82,7 @@ def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
     assert actual["fits"] is True
     assert actual["mesh"] == {"replica": 1, "data": 2, "seq": 4}, "a node of 8, since data is -1"
     assert sum(
-        size for name, size in actual["memory"].items() if name != planning.RESERVED
+        size for name, size in actual["memory"].items() if name != planner.RESERVED
     ) == pytest.approx(actual["device_gib"])
     assert actual["sent_bytes"] == sum(sent["bytes"] for sent in actual["collectives"])
     assert {(sent["kind"], *sent["axes"]) for sent in actual["collectives"]} >= {
@@ -180,7 +179,7 @@ def test_several_types_of_gpus_are_planned_in_one_call(run_plan, monkeypatch):
             tokens_per_s_estimate=1e5,
         )
 
-    monkeypatch.setattr(planning, "plan_step", plan_step)
+    monkeypatch.setattr(planner, "plan_step", plan_step)
     words = [
         "--device",
         "h100-80gb",
@@ -211,7 +210,7 @@ def test_the_steps_of_the_data_are_printed_and_give_the_cost(run_plan, tmp_path,
     def plan_step(config, *, model, cluster, document_tokens):
         return example_plans.make_plan(tokens_per_s_estimate=8 * 32768 / 3600)
 
-    monkeypatch.setattr(planning, "plan_step", plan_step)
+    monkeypatch.setattr(planner, "plan_step", plan_step)
     words = [f"data.train=[{{source: {tmp_path / 'records.jsonl'}, format: tokens}}]"]
     words += ["data.row_tokens=32768", "data.max_segments_per_row=64"]
     words += ["--device", "h100-80gb", "h200-141gb"]
@@ -232,7 +231,7 @@ def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch
         degrees[cluster.device_type] = config.mesh.seq
         return example_plans.make_plan(device_type=cluster.device_type)
 
-    monkeypatch.setattr(planning, "plan_step", plan_step)
+    monkeypatch.setattr(planner, "plan_step", plan_step)
     words = ["mesh.seq=auto", "data.row_tokens=4194304", "batch.rows_per_microbatch=auto"]
     printed, _ = run_plan(*words, "--device", "h100-80gb", "b200-180gb")
     assert degrees["h100-80gb"] > degrees["b200-180gb"] > 0
@@ -252,7 +251,7 @@ def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan
         layers.append(model.num_layers)
         return example_plans.make_plan()
 
-    monkeypatch.setattr(planning, "plan_step", plan_step)
+    monkeypatch.setattr(planner, "plan_step", plan_step)
     printed, actual = run_plan(*GATED)
     first = printed.splitlines()[0]
     sizes = published.read_models()["meta-llama/Llama-3.1-8B"]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxsp.planner.compile import gpus
+from jaxsp.planning import gpus
 from scripts.bench import published_runs
 
 REPO = pathlib.Path(__file__).parent.parent

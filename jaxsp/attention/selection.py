@@ -28,7 +28,7 @@ from jaxsp.system import memory_limits
 
 NETWORK_COST = 8.0
 """Time of a byte through a device's network card, in times of a byte over its NVLink: 370 over 48
-GB/s for an H100 (planner/compile/gpus.py)."""
+GB/s for an H100 (planning/gpus.yaml)."""
 
 
 class StrategyOption(NamedTuple):

@@ -195,15 +195,15 @@ class Attention(Mixer):
         )
         return out_BHK[:, None], LayerCache(tokens={"k": k_B1GK, "v": v_B1GK}, states={})
 
-    def product_widths(self, config: ModelConfig, workload: Workload) -> list[int]:
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    def product_width(self, config: ModelConfig, workload: Workload) -> int:
+        heads = config.num_heads + 2 * config.num_kv_heads
         strategy = workload.attention.strategy
         if strategy.heads.degree > 1:  # queries, keys and values in one, and outputs
             _, local_kv_heads = strategy.heads.local_heads(config.num_heads, config.num_kv_heads)
-            kv_heads = local_kv_heads * strategy.heads.degree
-            heads = [config.num_heads + 2 * kv_heads, config.num_heads]
-        gates = 0 if config.attention_gate == "none" else config.num_heads
-        return [count * config.head_dim for count in (*heads, gates)] + [config.hidden_size]
+            heads = 2 * config.num_heads + 2 * local_kv_heads * strategy.heads.degree
+        if config.attention_gate != "none":
+            heads += config.num_heads
+        return heads * config.head_dim + config.hidden_size
 
     def output_bytes(self, config: ModelConfig, itemsize: int) -> int:
         """Output and log-sum-exp."""

@@ -129,6 +129,21 @@ Statistics = dict[str, Any]
 have gradients."""
 
 
+class FeedForwardCost(NamedTuple):
+    """Memory that a feed-forward needs for its backward pass, in elements."""
+
+    saved_width: int
+    """Elements for each token of the results in `checkpoint_names`, which are products."""
+    backward_width: int
+    """Elements for each token that are live at once in the backward pass."""
+    fixed_elements: int = 0
+    """Elements that are live at once in the backward pass, however few tokens there are."""
+    statistics_width: int = 0
+    """Numbers of statistics for each token; 0: there are none."""
+    gradient_elements: int = 0
+    """Float32 numbers of gradients that the backward pass adds up itself."""
+
+
 class FeedForward(nnx.Module):
     """A function of each token, made for a `ModelConfig`."""
 
@@ -149,29 +164,8 @@ class FeedForward(nnx.Module):
         raise NotImplementedError
 
     @staticmethod
-    def saved_widths(config: ModelConfig) -> list[int]:
-        """Elements for each token of the results in `checkpoint_names`, which are products."""
+    def cost(config: ModelConfig) -> FeedForwardCost:
         raise NotImplementedError
-
-    @staticmethod
-    def backward_width(config: ModelConfig) -> int:
-        """Elements for each token that are live at once in the backward pass."""
-        raise NotImplementedError
-
-    @staticmethod
-    def fixed_elements(config: ModelConfig) -> int:
-        """Elements that are live at once in the backward pass, however few tokens there are."""
-        return 0
-
-    @staticmethod
-    def statistics_width(config: ModelConfig) -> int:
-        """Numbers of statistics for each token; 0: there are none."""
-        return 0
-
-    @staticmethod
-    def gradient_elements(config: ModelConfig) -> int:
-        """Float32 numbers of gradients that the backward pass adds up itself."""
-        return 0
 
     @staticmethod
     def active_fraction(config: ModelConfig, param: Parameter) -> float:
@@ -230,7 +224,7 @@ class Mixer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def product_widths(self, config: ModelConfig, workload: Workload) -> list[int]:
+    def product_width(self, config: ModelConfig, workload: Workload) -> int:
         """Elements for each token of the products, and results of all-to-alls, between the layer's
         input and the feed-forward."""
 

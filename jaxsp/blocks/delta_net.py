@@ -285,10 +285,9 @@ class DeltaNet(Mixer):
             out, state = delta_rule.compute_token(token.states["state"], *qkv, *strengths)
         return out, LayerCache(tokens={}, states={"before": before, "state": state})
 
-    def product_widths(self, config: ModelConfig, workload: Workload) -> list[int]:
+    def product_width(self, config: ModelConfig, workload: Workload) -> int:
         sizes = _sizes(config)
-        values = sizes.num_heads * sizes.value_size
-        return [sizes.num_channels, values, 2 * sizes.num_heads, config.hidden_size]
+        return sizes.num_channels + sizes.num_heads * (sizes.value_size + 2) + config.hidden_size
 
     def output_bytes(self, config: ModelConfig, itemsize: int) -> int:
         sizes = _sizes(config)

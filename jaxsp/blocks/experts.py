@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxsp.blocks.block import FeedForward, Statistics
+from jaxsp.blocks.block import FeedForward, FeedForwardCost, Statistics
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
@@ -180,44 +180,33 @@ class Experts(FeedForward):
         return text
 
     @staticmethod
-    def saved_widths(config: ModelConfig) -> list[int]:
-        return 2 * [_sizes(config).shared_size or 0]
-
-    @staticmethod
-    def backward_width(config: ModelConfig) -> int:
-        """Gradients of all places, and of slots in the order of tokens."""
-        sizes = _sizes(config)
-        D = config.hidden_size
-        if sizes.kernel == "xla":
-            # Of the places, a third may be empty (`places.choose_tiles`)
-            of_slots = 5 * sizes.num_chosen // 2 * D
-        else:
-            of_slots = sizes.num_chosen * _place_elements(config)
-        return of_slots + 4 * (sizes.shared_size or 0)
-
-    @staticmethod
-    def fixed_elements(config: ModelConfig) -> int:
-        """Empty places of each expert's last tile, in kernels that compute all places at once."""
-        sizes = _sizes(config)
-        if sizes.kernel == "xla":
-            return 0
-        return (places.KERNEL_TILE - 1) * sizes.num_experts * _place_elements(config)
-
-    @staticmethod
-    def statistics_width(config: ModelConfig) -> int:
-        """Those of `experts.balance.measure`."""
-        return 2 * _sizes(config).num_experts + 2
-
-    @staticmethod
-    def gradient_elements(config: ModelConfig) -> int:
+    def cost(config: ModelConfig) -> FeedForwardCost:
+        """Gradients of all places, and of slots in the order of tokens; statistics of
+        `experts.balance.measure`."""
         sizes = _sizes(config)
         D = config.hidden_size
         F = sizes.size
-        if config.lora is None:
-            return 3 * sizes.num_experts * F * D
-        gate_up, down = (name in config.lora.target_parameters for name in sizes.adapted_tensors)
-        per_rank = gate_up * (D + 2 * F) + down * (F + D)
-        return sizes.num_experts * config.lora.rank * per_rank
+        shared_size = sizes.shared_size or 0
+        empty = 0
+        # Of the places, a third may be empty (`places.choose_tiles`)
+        of_slots = 5 * sizes.num_chosen // 2 * D
+        if sizes.kernel != "xla":
+            # All places at once, with empty ones of each expert's last tile
+            of_slots = sizes.num_chosen * _place_elements(config)
+            empty = (places.KERNEL_TILE - 1) * sizes.num_experts * _place_elements(config)
+        gradients = 3 * sizes.num_experts * F * D
+        if config.lora is not None:
+            targets = config.lora.target_parameters
+            gate_up, down = (name in targets for name in sizes.adapted_tensors)
+            per_rank = gate_up * (D + 2 * F) + down * (F + D)
+            gradients = sizes.num_experts * config.lora.rank * per_rank
+        return FeedForwardCost(
+            saved_width=2 * shared_size,
+            backward_width=of_slots + 4 * shared_size,
+            fixed_elements=empty,
+            statistics_width=2 * sizes.num_experts + 2,
+            gradient_elements=gradients,
+        )
 
     @staticmethod
     def active_fraction(config: ModelConfig, param: Parameter) -> float:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxsp.blocks.block import FeedForward, Statistics
+from jaxsp.blocks.block import FeedForward, FeedForwardCost, Statistics
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.linear import Linear, declare_fused
@@ -44,13 +44,9 @@ class Mlp(FeedForward):
         return "an MLP"
 
     @staticmethod
-    def saved_widths(config: ModelConfig) -> list[int]:
-        return 2 * [config.intermediate_size]
-
-    @staticmethod
-    def backward_width(config: ModelConfig) -> int:
-        """Gate, up, and the gradients of both."""
-        return 4 * config.intermediate_size
+    def cost(config: ModelConfig) -> FeedForwardCost:
+        """Gate and up; and the gradients of both."""
+        return FeedForwardCost(2 * config.intermediate_size, 4 * config.intermediate_size)
 
 
 def activate(gate: Array, activation: str) -> Array:

@@ -350,7 +350,7 @@ class KindOfLayers:
 def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Array, "B l"] | None:
     """False at padding; None if no layer has statistics."""
     blocks = [registry.FEED_FORWARDS[kind.feed_forward] for kind in config.kinds]
-    if not any(block.statistics_width(config) for block in blocks):
+    if not any(block.cost(config).statistics_width for block in blocks):
         return None
     row_spans = spans.RowSpans(
         seq=attend.strategy.seq,

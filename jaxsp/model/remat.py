@@ -123,7 +123,7 @@ def has_saved_products(config: ModelConfig) -> bool:
     """False if `save_attention_and_mlp` keeps no more than `save_attention`: experts are
     recomputed."""
     feed_forwards = (registry.FEED_FORWARDS[kind.feed_forward] for kind in config.kinds)
-    return any(sum(feed_forward.saved_widths(config)) for feed_forward in feed_forwards)
+    return any(feed_forward.cost(config).saved_width for feed_forward in feed_forwards)
 
 
 def name_layer_input(x: Array) -> Array:

@@ -14,8 +14,8 @@ from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.evaluation import retrieval
 from jaxsp.hf import context_range, multimodal
-from jaxsp.memory import memory_descriptions
 from jaxsp.optimizers import optimizer
+from jaxsp.planning import descriptions
 from jaxsp.run import run_dir
 from jaxsp.run.run import Run
 from jaxsp.sharding import sharding
@@ -87,7 +87,7 @@ def describe_run(run: Run) -> list[BannerEntry]:
         BannerEntry("mesh", device_mesh.describe(spec.mesh) + _auto("mesh.seq", run)),
         BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
         BannerEntry("attention", attention_text, attention_short),
-        BannerEntry("memory", memory_descriptions.describe(spec), short=""),
+        BannerEntry("memory", descriptions.describe(spec), short=""),
         # to all if the config has some
         BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
         BannerEntry("output", *output),

@@ -18,12 +18,8 @@ import numpy as np
 from jaxsp.attention.strategies.workload import HasHeads
 from jaxsp.core import durations, units
 from jaxsp.core.errors import UserError
-from jaxsp.memory import memory_compile
-from jaxsp.memory.memory_fit import CompiledStep
-from jaxsp.planner import mesh_sweep, report, tables
-from jaxsp.planner.compile import gpus
-from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
-from jaxsp.planner.cost import comms, roofline
+from jaxsp.planning import fit, gpus, meshes, report, step_time
+from jaxsp.planning.fit import CompiledStep
 from jaxsp.run import build, config_file, metrics
 from jaxsp.run.config_file import Config
 from jaxsp.system import hardware
@@ -69,8 +65,8 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         )
         run = build.build_training(run_config, devices=jax.devices())
     spec = run.spec
-    step = memory_compile.compile_fitting_step(spec)
-    memory_compile.reserve_host_memory(spec, step.memory_use.host)
+    step = fit.compile_fitting_step(spec)
+    fit.reserve_host_memory(spec, step.memory_use.host)
     state = train_state.init_state(spec, run.weights.make())
     loader = run.train_set.make_loader(run.schedule, spec.placement)
     seconds = []
@@ -102,11 +98,9 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
 def _estimate_step_s(step: CompiledStep, segment_lengths: np.ndarray) -> float | None:
     if (gpu := gpus.find_by_device_kind(jax.devices()[0].device_kind)) is None:
         return None
-    text = step.executable.as_text() or ""
-    dump = CompilerDump(hlo_text=text, buffer_assignment="", live_ranges="")
-    estimate = roofline.estimate_step(
-        PlannedStep(spec=step.spec, executable=step.executable, dump=dump),
-        comms.parse_collectives(text),
+    estimate = step_time.estimate_step(
+        step.spec,
+        step.executable.as_text() or "",
         ceilings=gpu.ceilings,
         node_devices=step.spec.mesh.size,
         segment_lengths=segment_lengths,
@@ -125,7 +119,7 @@ def benchmark_meshes(
     config = config_file.load(path, list(overrides))
     num_devices = config.mesh.virtual_cpu_devices or hardware.count_gpus(os.environ) or 1
     results: dict[str, BenchmarkResult | str] = {}
-    for mesh, option in mesh_sweep.list_combinations(config.step, model, num_devices=num_devices):
+    for mesh, option in meshes.list_combinations(config.step, model, num_devices=num_devices):
         label = f"{report.format_mesh(mesh)}, {option.label}"
         changes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
         changes += [f"attention.{x}={json.dumps(y)}" for x, y in option.config_fields.items()]
@@ -162,9 +156,9 @@ def format_table(results: Results) -> str:
             continue
         numbers = [result.step_s, result.step_s_estimate, result.tokens_per_s, result.peak_gib]
         numbers += [result.device_gib, result.losses[-1]]
-        cells = [tables.format_number(number, "{:,.5g}") for number in numbers]
+        cells = [report.format_number(number, "{:,.5g}") for number in numbers]
         rows.append([*cells, result.remat, label])
-    return tables.format_table(head, rows)
+    return report.format_table(head, rows)
 
 
 def check_losses(results: Results, *, dtype: str) -> str:

@@ -18,9 +18,9 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.evaluation import long_ppl
 from jaxsp.hf import token_ids
-from jaxsp.memory import auto_choices, memory_problems
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
+from jaxsp.planning import candidates, memory_problems
 from jaxsp.run import (
     config_file,
     data_sets,
@@ -268,9 +268,7 @@ def _resolve_mesh(
     spec = None
     if model is not None:
         with problems.collect():
-            config = auto_choices.resolve(
-                config, model, devices=devices, with_training=for_training
-            )
+            config = candidates.resolve(config, model, devices=devices, with_training=for_training)
     if config.mesh.seq != "auto":
         config = config.with_one_row_for_auto()  # if the model is unknown
         if model is not None:

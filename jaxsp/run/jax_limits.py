@@ -8,11 +8,12 @@ import os
 
 from jaxsp.attention.selection import choose_strategy
 from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategies.workload import count_workloads
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
-from jaxsp.memory import auto_choices, available_memory, memory_formula
-from jaxsp.memory.available_memory import GroupLayout
+from jaxsp.planning import estimate, limits
+from jaxsp.planning.candidates import list_degrees
 from jaxsp.run.config_file import Config
 from jaxsp.system import cluster, device_mesh, hardware, jax_platform
 from jaxsp.system.cluster import Process
@@ -63,9 +64,7 @@ def estimate_pool_bytes(
     if model is None or "auto" in (config.mesh.seq, config.rows_per_microbatch):
         return None
     num_shards = max(1, num_devices // config.mesh.replica)
-    return memory_formula.pool_bytes(
-        memory_formula.offloaded_bytes(model, config, num_shards=num_shards)
-    )
+    return estimate.pool_bytes(estimate.offloaded_bytes(model, config, num_shards=num_shards))
 
 
 def estimate_outside_bytes(
@@ -78,17 +77,16 @@ def estimate_outside_bytes(
     config = config.with_one_row_for_auto()
     candidates = [config]
     if config.mesh.seq == "auto":
-        degrees = auto_choices.list_degrees(config, num_devices)
+        degrees = list_degrees(config, num_devices)
         candidates = [config.change(mesh={"seq": seq}) for seq in degrees]
     nccl_bytes = [0.0]
     for candidate in candidates:
         with contextlib.suppress(UserError):  # reported later, with all others
             sizes = device_mesh.resolve_axis_sizes(candidate.mesh, num_devices)
             if model is None:
-                ulysses = combine(candidate.mesh.degree)
-                layout = GroupLayout(sizes, ulysses, has_permutes=False)
+                nccl_bytes.append(limits.nccl_bytes(sizes, combine(candidate.mesh.degree)))
             else:
                 strategy = choose_strategy(candidate.attention, candidate.rows, model)
-                layout = available_memory.make_layout(candidate.rows, model, sizes, strategy)
-            nccl_bytes.append(available_memory.nccl_bytes(layout))
-    return available_memory.CUDA_BYTES + max(nccl_bytes)
+                workloads = count_workloads(candidate.rows, model)
+                nccl_bytes.append(limits.nccl_bytes(sizes, strategy, workloads))
+    return limits.CUDA_BYTES + max(nccl_bytes)

@@ -19,8 +19,8 @@ from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
-from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
-from jaxsp.memory.memory_causes import StepMemory
+from jaxsp.planning import descriptions, fit
+from jaxsp.planning.descriptions import StepMemory
 from jaxsp.run import checkpoint_schedule, resume, run_dir, selfcheck
 from jaxsp.run import console as output
 from jaxsp.run.early_stopping import EarlyStopping
@@ -199,14 +199,12 @@ def compile_step(spec: StepSpec, console: rich.console.Console) -> RunStep:
             else:
                 output.print_line(console, text)
 
-        step = memory_compile.compile_fitting_step(spec, on_candidate=print_candidate)
+        step = fit.compile_fitting_step(spec, on_candidate=print_candidate)
     seconds = time.perf_counter() - began
     output.print_line(
         console,
         f"the step was compiled in {durations.describe(round(seconds, 1))}; "
-        f"{memory_descriptions.describe_compiled(step)}",
+        f"{descriptions.describe_compiled(step)}",
     )
-    memory_compile.reserve_host_memory(spec, step.memory_use.host)
-    return RunStep(
-        function=step.executable, memory=memory_causes.find_causes(step), seconds=seconds
-    )
+    fit.reserve_host_memory(spec, step.memory_use.host)
+    return RunStep(function=step.executable, memory=descriptions.find_causes(step), seconds=seconds)

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from jaxsp.core import files
-from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.model import flops
+from jaxsp.planning.descriptions import StepMemory
 from jaxsp.run.metrics import METRICS_FILE
 from jaxsp.run.run import Run
 from jaxsp.system import jsonl, run_lock

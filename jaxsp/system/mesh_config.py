@@ -41,5 +41,5 @@ class MeshConfig(ConfigSection):
     @property
     def degree(self) -> int:
         """Number of devices that share each row, after `auto` is resolved."""
-        assert isinstance(self.seq, int), "memory/auto_choices.py resolves it"
+        assert isinstance(self.seq, int), "planning/candidates.py resolves it"
         return self.seq

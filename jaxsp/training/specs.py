@@ -202,7 +202,7 @@ class StepSpec:
         # About 1.5 times what the feed-forward's backward pass needs, and five float32 numbers for
         # each model dim
         width = max(
-            registry.FEED_FORWARDS[kind.feed_forward].backward_width(self.model)
+            registry.FEED_FORWARDS[kind.feed_forward].cost(self.model).backward_width
             for kind in self.model.kinds
         )
         per_token = 3 * width // 2 * self.dtype.itemsize + 20 * self.model.hidden_size
@@ -243,7 +243,7 @@ class StepSpec:
     def remat_policy(self) -> RematPolicy:
         """Activations that are saved for the backward pass.
 
-        `auto` counts as its first value that is possible here; `memory_fit` decides it.
+        `auto` counts as its first value that is possible here; `planning.fit` decides it.
         """
         memory = self.config.memory
         policy = RematPolicy(

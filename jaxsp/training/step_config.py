@@ -62,7 +62,7 @@ class StepConfig:
     @property
     def microbatch_rows(self) -> int:
         """Rows per microbatch and group, after `auto` is resolved."""
-        assert isinstance(self.rows_per_microbatch, int), "memory/auto_choices.py resolves it"
+        assert isinstance(self.rows_per_microbatch, int), "planning/candidates.py resolves it"
         return self.rows_per_microbatch
 
     @property

@@ -6,9 +6,8 @@ from typing import Any
 import jax
 
 from jaxsp.hf import model_config
-from jaxsp.planner import planning
-from jaxsp.planner.compile import compiled
-from jaxsp.planner.planning import Plan
+from jaxsp.planning import absent, planner
+from jaxsp.planning.planner import Plan
 from jaxsp.run import config_file
 from jaxsp.run.config_file import Config
 
@@ -64,9 +63,9 @@ def plan_config(
     Args: host_gib: host memory of a node.
     """
     assert config.model.config is not None
-    return planning.plan_step(
+    return planner.plan_step(
         config.step,
         model=model_config.parse_model_config(config.model.config),
-        cluster=compiled.make_cluster(device, num_devices, node_host_gib=host_gib),
+        cluster=absent.make_cluster(device, num_devices, node_host_gib=host_gib),
         document_tokens=document_tokens,
     )

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxsp.hf import published
-from jaxsp.planner.planning import Plan
+from jaxsp.planning.planner import Plan
 from scripts.bench import configs, machine, results
 
 MODULE = "scripts.bench.published_runs"

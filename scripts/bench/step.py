@@ -20,7 +20,7 @@ from jaxsp.attention.kernel_selection import KERNELS
 from jaxsp.attention.kernels.cudnn import cudnn_calls
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
-from jaxsp.memory import memory_compile, memory_descriptions
+from jaxsp.planning import descriptions, fit
 from jaxsp.run import build, metrics
 from jaxsp.system import jax_platform
 from jaxsp.training import train_state
@@ -77,10 +77,10 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     began = time.perf_counter()
     try:
-        fitted = memory_compile.compile_fitting_step(spec)
+        fitted = fit.compile_fitting_step(spec)
         fields |= {"compile_s": time.perf_counter() - began, "from_cache": CACHE_HIT in events}
         fields |= describe_step(fitted, choice.kernel.name)
-        memory_compile.reserve_host_memory(spec, fitted.memory_use.host)
+        fit.reserve_host_memory(spec, fitted.memory_use.host)
         state = train_state.init_state(spec, inputs.weights.make())
         seconds = []
         for _ in range(cases.WARM_UP_STEPS + case.steps):
@@ -125,7 +125,7 @@ def describe_step(fitted: Any, kernel: str) -> dict[str, Any]:
         "kernel_used": find_kernel(text, kernel),
         "workspace_gib": None if workspace is None else workspace / units.GIB,
         "remat_used": fitted.spec.remat_policy.remat,
-        "memory_used": memory_descriptions.describe(fitted.spec),
+        "memory_used": descriptions.describe(fitted.spec),
         "planned_gib": fitted.memory_use.device_total / units.GIB,
         "host_gib": fitted.memory_use.host / units.GIB,
     }

@@ -14,9 +14,10 @@ from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.attention.strategies.strategy import LayerWorkload
 from jaxsp.core import axes
-from jaxsp.planner.cost import comms
+from jaxsp.planning import hlo
 from tests import batches
 from tests.attention.strategies import make_strategy
+from tests.planning import sent_bytes
 
 B = 2
 L = 48
@@ -133,11 +134,11 @@ WINDOWED_TIERS = {("ring of 4", "full"): ()}
 
 
 def check_cost(strategy, H, G, remat, windows):
-    sent = comms.parse_collectives(compiled(strategy, H, G, remat, windows))
+    sent = hlo.parse_collectives(compiled(strategy, H, G, remat, windows))
     # The small all-reduce of `make_segment_tables` runs once per microbatch
     sent = [collective for collective in sent if collective.operation != "all-reduce"]
     by_operation = {
-        operation: comms.sum_bytes(sent, operation=operation) for operation in comms.COLLECTIVES
+        operation: sent_bytes.sum_bytes(sent, operation=operation) for operation in hlo.COLLECTIVES
     }
     formula = collections.Counter()
     for window in windows:

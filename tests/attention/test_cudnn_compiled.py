@@ -11,7 +11,7 @@ from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_calls, cudnn_limits, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload, ScoreConfig
-from jaxsp.planner.compile import compiled
+from jaxsp.planning import absent
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +24,7 @@ G = 2
 
 @pytest.fixture(scope="module")
 def h100():
-    return compiled.make_devices("h100-80gb", 1)[0]
+    return absent.make_devices("h100-80gb", 1)[0]
 
 
 def program(device, *, slots, K, window, settings=None):
@@ -100,7 +100,7 @@ def test_xla_supports_head_sizes_to_256_and_windows(slots, K, window, expected, 
 
 def test_an_a100_computes_copies_of_the_segments_in_calls_that_are_not_packed():
     """64 slots of 512, 16 of 2,048 and 4 of 8,192 tokens."""
-    (a100,) = compiled.make_devices("a100-80gb", 1)
+    (a100,) = absent.make_devices("a100-80gb", 1)
     settings = KernelSettings(copies_segments=True)
     text = program(a100, slots=64, K=128, window=None, settings=settings)
     calls = [line for line in text.splitlines() if "custom_call_target" in line and "fmha" in line]

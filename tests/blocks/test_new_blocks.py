@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxsp.blocks import registry
-from jaxsp.blocks.block import FeedForward, Mixer, MixerInput
+from jaxsp.blocks.block import FeedForward, FeedForwardCost, Mixer, MixerInput
 from jaxsp.blocks.config import LayerConfig
 from jaxsp.blocks.layers import Parameter, declare_param
 from jaxsp.blocks.linear import Linear
@@ -21,9 +21,10 @@ from jaxsp.delta_rule.spans import RowSpans, find_segments
 from jaxsp.hf import weights
 from jaxsp.model import adapters, decoder
 from jaxsp.model.adapter_config import AdapterConfig
-from jaxsp.planner.cost import comms
+from jaxsp.planning import hlo
 from jaxsp.sharding import host_offload
 from tests import batches
+from tests.planning import sent_bytes
 from tests.training import runs
 from tests.training.test_memory_options import NEEDS_HOST
 
@@ -105,8 +106,8 @@ class FirstToken(Mixer):
         factor = jnp.broadcast_to(weights["factor"], value_BlX.shape)
         return checkpoint_name(value_BlX + factor * first_BlX, *self.checkpoint_names)
 
-    def product_widths(self, config, workload):
-        return [X, config.hidden_size]
+    def product_width(self, config, workload):
+        return X + config.hidden_size
 
     def output_bytes(self, config, itemsize):
         return X * itemsize
@@ -143,12 +144,8 @@ class SquaredMlp(FeedForward):
         return "a squared MLP"
 
     @staticmethod
-    def saved_widths(config):
-        return [T]
-
-    @staticmethod
-    def backward_width(config):
-        return 2 * T
+    def cost(config):
+        return FeedForwardCost(saved_width=T, backward_width=2 * T)
 
     @staticmethod
     def active_fraction(config, param):
@@ -179,11 +176,11 @@ def test_gradients_on_a_mesh_are_those_of_one_device_and_bytes_those_of_the_form
 ):
     run = runs.compile_in_thread((1, 2, 4), model=MODEL, functions=("gradients",)).result()
     runs.check_gradients(run, runs.draw_weights(MODEL), runs.ROWS, record_property)
-    collectives = comms.parse_collectives(run.gradients.as_text())
+    collectives = hlo.parse_collectives(run.gradients.as_text())
     num_microbatches = len(runs.ROWS["tokens_BL"]) // 2
     for operation, size in FirstToken().sent_bytes(MODEL, run.spec.workload).items():
         expected = num_microbatches * NUM_NEW * size
-        assert comms.sum_bytes(collectives, operation=operation, scope=SCOPE) == expected
+        assert sent_bytes.sum_bytes(collectives, operation=operation, scope=SCOPE) == expected
 
 
 def test_adapters_find_its_projections():

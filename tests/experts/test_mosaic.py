@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsp.core.errors import UserError
 from jaxsp.experts import kernels, mosaic
 from jaxsp.experts.mosaic import Groups
-from jaxsp.planner.cost import hlo_cost
+from jaxsp.planning import hlo
 from jaxsp.run import selfcheck
 from jaxsp.training.specs import make_spec
 from tests import batches, messages
@@ -107,6 +107,6 @@ ENTRY %main (e: s32[8], x: bf16[1024,64], w: bf16[4,192,64]) -> f32[4,192,64] {
   ROOT %s = f32[4,192,64]{2,1,0} custom-call(%e, %e, %y, %x), custom_call_target="mosaic_gpu_v2"
 }
 """
-    first, second = hlo_cost.read_kernel_costs(text)
+    first, second = hlo.read_kernel_costs(text)
     assert first.flops == second.flops == 2 * 1024 * 64 * 192
     assert first.efficiency < 1

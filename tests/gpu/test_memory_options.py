@@ -17,9 +17,9 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.memory import memory_compile, memory_problems
-from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
+from jaxsp.planning import fit, memory_problems
+from jaxsp.planning.fit import MemoryUse
 from jaxsp.run import config_file, selfcheck
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options, train_state, train_step, weight_init
@@ -122,7 +122,7 @@ class TrainingResult:
 def train_three_steps(gpu, option, dtype="float32"):
     memory = OPTIONS[option] if option else {"remat": "save_attention"}
     spec = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
-    step = memory_compile.compile_fitting_step(spec)
+    step = fit.compile_fitting_step(spec)
     start = weight_init.random_weights(
         spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
     )

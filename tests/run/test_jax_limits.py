@@ -5,8 +5,8 @@ import types
 import pytest
 
 from jaxsp.core.units import GIB
-from jaxsp.memory import available_memory, memory_formula
-from jaxsp.memory.available_memory import MemoryLimit
+from jaxsp.planning import estimate, limits
+from jaxsp.planning.limits import MemoryLimit
 from jaxsp.run import jax_limits
 from jaxsp.sharding import host_offload
 from jaxsp.system import hardware, memory_limits
@@ -47,7 +47,7 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(monkeypatch
         {"offload_activations": "layer_inputs", "offload_optimizer": "state"}, sizes=(1, 2, 2)
     )
     set_gpus(monkeypatch, spec, count=4)
-    needed = memory_formula.pool_bytes(memory_formula.step_offloaded_bytes(spec))
+    needed = estimate.pool_bytes(estimate.step_offloaded_bytes(spec))
     model = spec.model
     assert jax_limits.estimate_pool_bytes(spec.config, model, 4) == needed > 2 * GIB
     assert jax_limits.estimate_pool_bytes(runs.make_spec({}).config, model, 4) is None
@@ -67,12 +67,12 @@ def test_jaxs_part_of_a_gpu_leaves_what_cuda_and_nccl_need_and_the_step_gets_tha
     set_gpus(monkeypatch, spec, count=8, memory_gib=memory_gib)
     memory = hardware.gpu_memory_bytes()
     planned = MemoryLimit(memory_limits.gpu_memory_fraction({}) * memory, 200 * GIB)
-    room = available_memory.subtract_reserves(spec, planned)
+    room = limits.subtract_reserves(spec, planned)
     jax_limits.choose_platform(config_of(spec))
     part = memory_limits.gpu_memory_fraction(environ) * memory
     assert part <= 0.92 * memory
-    outside = available_memory.outside_bytes(spec)
+    outside = limits.outside_bytes(spec)
     assert memory - part >= outside - 1
     assert part == pytest.approx(min(0.92 * memory, memory - outside))
-    in_run = available_memory.subtract_reserves(spec, MemoryLimit(part, 200 * GIB))
+    in_run = limits.subtract_reserves(spec, MemoryLimit(part, 200 * GIB))
     assert in_run.device == pytest.approx(room.device) == pytest.approx(0.978 * part)

@@ -19,7 +19,7 @@ from jaxsp.attention.strategies.strategy import combine
 from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.core.errors import UserError
 from jaxsp.delta_rule import chunk, delta_rule, stitching
-from jaxsp.planner.compile import compiled
+from jaxsp.planning import absent
 from jaxsp.run import selfcheck
 from jaxsp.run.selfcheck import KernelCheck
 from tests import batches, messages
@@ -218,7 +218,7 @@ def test_a_kernel_that_is_wrong_or_does_not_run_ends_the_run(monkeypatch, result
 def test_a_run_checks_the_kernels_that_it_uses(monkeypatch):
     """On an absent H100."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    (gpu,) = compiled.make_devices("h100-80gb", 1)
+    (gpu,) = absent.make_devices("h100-80gb", 1)
     spec = test_memory_options.make_program(gpu, {"remat": "full"})
     sizes = DeltaNetConfig(num_key_heads=16, num_heads=48, key_size=16, value_size=8, filter_size=4)
     experts = dataclasses.replace(batches.expert_model().experts, kernel="mosaic")

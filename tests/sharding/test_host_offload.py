@@ -12,9 +12,8 @@ import pytest
 import rich.console
 
 from jaxsp.core import host_memory
-from jaxsp.memory import memory_compile, memory_fit
-from jaxsp.memory.memory_fit import MemoryUse
-from jaxsp.planner.compile import compiled
+from jaxsp.planning import absent, fit
+from jaxsp.planning.fit import MemoryUse
 from jaxsp.run import build, config_file, trainer
 from jaxsp.sharding import host_offload
 from jaxsp.training import train_step
@@ -24,7 +23,7 @@ from tests import batches
 def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device():
     """300 GiB, for an H100 that is absent."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    (gpu,) = compiled.make_devices("h100-80gb", 1)
+    (gpu,) = absent.make_devices("h100-80gb", 1)
     num_bytes = 300 * 2**30 + 1
     run = host_offload.build_allocator(gpu, num_bytes).lower().compile()
     taken = run.memory_analysis()
@@ -93,11 +92,9 @@ def order(tmp_path, monkeypatch):
             raise Loaded
 
         material = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
-        monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: is_gpu)
+        monkeypatch.setattr(fit, "is_gpu", lambda spec: is_gpu)
         monkeypatch.setattr(train_step, "compile", lambda spec: events.append("compile") or EMPTY)
-        monkeypatch.setattr(
-            memory_fit, "read_memory_use", lambda *_, **__: MemoryUse(0, host_bytes)
-        )
+        monkeypatch.setattr(fit, "read_memory_use", lambda *_, **__: MemoryUse(0, host_bytes))
         monkeypatch.setattr(
             host_offload,
             "reserve_pool",

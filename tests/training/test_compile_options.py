@@ -7,12 +7,12 @@ import pytest
 
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
-from jaxsp.planner.compile import compiled
+from jaxsp.planning import absent
 from jaxsp.system import device_mesh
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from tests import messages
-from tests.planner import programs
+from tests.planning import programs
 
 FULL = {  # since 0.11.1
     "xla_disable_hlo_passes": "rematerialization",
@@ -38,8 +38,8 @@ def mesh(data, seq, devices=None):
 def gpus():
     """A mesh of absent H100s."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    absent = compiled.make_devices("h100-80gb", 8)
-    return lambda data, seq: mesh(data, seq, absent[: data * seq])
+    devices = absent.make_devices("h100-80gb", 8)
+    return lambda data, seq: mesh(data, seq, devices[: data * seq])
 
 
 def choose(gpus, *words, flags="", version="0.12.0.1", data=2, seq=4, **step):

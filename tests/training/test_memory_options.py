@@ -16,18 +16,10 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import host_memory, units
 from jaxsp.core.errors import UserError
-from jaxsp.memory import (
-    available_memory,
-    memory_causes,
-    memory_compile,
-    memory_descriptions,
-    memory_fit,
-    memory_formula,
-    memory_problems,
-)
-from jaxsp.memory.available_memory import MemoryLimit
-from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
+from jaxsp.planning import descriptions, estimate, fit, limits, memory_problems
+from jaxsp.planning.fit import MemoryUse
+from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import step_gradients, train_state, train_step
 from tests import batches, messages, tolerances
@@ -418,14 +410,14 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
         compiled.append(spec.remat_policy.remat)
         return EMPTY
 
-    monkeypatch.setattr(available_memory, "find_limits", lambda spec: node.limits)
+    monkeypatch.setattr(limits, "find_limits", lambda spec: node.limits)
     monkeypatch.setattr(
-        available_memory,
+        limits,
         "subtract_reserves",
         lambda spec, limits: MemoryLimit(node.room * units.GIB, limits.host, limits.pool),
     )
     monkeypatch.setattr(
-        memory_formula,
+        estimate,
         "predict_bytes",
         lambda spec: (
             int(TAKES[spec.remat_policy.remat] * units.GIB)
@@ -438,11 +430,11 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
         num_bytes = int(TAKES[compiled[-1]] * units.GIB)
         return MemoryUse(num_bytes, node.host, choice.settings.workspace_bytes)
 
-    monkeypatch.setattr(memory_fit, "read_memory_use", measured)
+    monkeypatch.setattr(fit, "read_memory_use", measured)
     spec = runs.make_spec(memory, row_tokens=row_tokens)
     settings = KernelSettings(workspace_bytes=node.uncounted)
     choice = dataclasses.replace(spec.attention, settings=settings)
-    return memory_compile.compile_fitting_step(dataclasses.replace(spec, attention=choice))
+    return fit.compile_fitting_step(dataclasses.replace(spec, attention=choice))
 
 
 def gpus(device_gib, **changes):
@@ -463,10 +455,10 @@ def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
 def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
     """Weights and moments are exact; a formula that exceeds the rest is reduced to it."""
     actual = ready(monkeypatch, gpus(2.5, uncounted=10**6), memory={})
-    resident = memory_formula.resident_bytes(actual.spec)
+    resident = estimate.resident_bytes(actual.spec)
     for size in (10**9, resident.weights + resident.moments + 10**6 + 5):
         use = MemoryUse(size - 10**6, 0, uncounted_workspace=10**6, estimated_workspace=10**6)
-        causes = memory_causes.find_causes(dataclasses.replace(actual, memory_use=use))
+        causes = descriptions.find_causes(dataclasses.replace(actual, memory_use=use))
         assert sum(causes.device.values()) == size
         assert causes.device["weights"] == resident.weights
         assert causes.device["cuDNN workspace"] == 10**6
@@ -490,7 +482,7 @@ def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size,
     assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
     assert re.search(
         messages.containing("full", actual.full_remat_reason),
-        memory_descriptions.describe_compiled(actual),
+        descriptions.describe_compiled(actual),
     )
 
 
@@ -531,7 +523,7 @@ def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, 
     actual = ready(monkeypatch, node, memory={"remat": "full"})
     assert actual.memory_use.device == units.GIB
     without_shortage = dataclasses.replace(actual, shortage="")
-    assert memory_descriptions.describe_compiled(actual) != memory_descriptions.describe_compiled(
+    assert descriptions.describe_compiled(actual) != descriptions.describe_compiled(
         without_shortage
     )
     fits = ready(monkeypatch, gpus(1.6, uncounted=units.GIB // 2), memory={"remat": "full"})
@@ -561,10 +553,10 @@ def test_a_gpu_that_offloads_less_than_requested_ends_the_run(
         first = dataclasses.replace(model.layers[0], feed_forward=MLP)
         model = dataclasses.replace(model, layers=(first, *model.layers[1:]))
     actual = runs.make_spec({"offload_activations": "layer_inputs", **memory}, model=model)
-    monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: True)
+    monkeypatch.setattr(fit, "is_gpu", lambda spec: True)
     needs = MemoryUse(0, there)
     if not fails:
-        memory_compile.check_offloads(actual, needs)
+        fit.check_offloads(actual, needs)
         return
     with pytest.raises(RuntimeError, match=messages.containing("memory.offload_activations=none")):
-        memory_compile.check_offloads(actual, needs)
+        fit.check_offloads(actual, needs)

@@ -16,11 +16,11 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import host_memory
 from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
-from jaxsp.planner.cost import comms
+from jaxsp.planning import hlo
 from jaxsp.sharding import host_offload
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
-from tests.planner import sent_bytes
+from tests.planning import sent_bytes
 from tests.training import optimizer_cases, runs
 from tests.training.optimizer_cases import MESHES, NUM_STEPS, TABLE
 
@@ -102,10 +102,10 @@ def test_an_update_sends_the_bytes_of_its_formula(name):
     spec = optimizer_cases.compile_update(
         config, mesh, master, optimizer_cases.init_state(config, sizes)
     )
-    sent = comms.parse_collectives(spec.as_text())
+    sent = hlo.parse_collectives(spec.as_text())
     formula = sent_bytes.update_bytes(config.optimizer, TABLE, num_shards=8, itemsize=4)
-    for operation in comms.COLLECTIVES:
-        actual = comms.sum_bytes(sent, operation=operation)
+    for operation in hlo.COLLECTIVES:
+        actual = sent_bytes.sum_bytes(sent, operation=operation)
         expected = formula.get(operation, 0.0)
         # Norms of updates, for clipping, and numbers of updates of each expert
         few_bytes = {"all-reduce": 1024, "all-gather": 256}.get(operation, 0)

@@ -1,0 +1,332 @@
+"""Formulas for a step's memory on the device and on the host."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxsp.blocks import layers, registry
+from jaxsp.blocks.config import LayerKind, ModelConfig
+from jaxsp.blocks.layers import Parameter
+from jaxsp.core.units import GIB
+from jaxsp.model import decoder
+from jaxsp.model.remat import RematPolicy
+from jaxsp.optimizers import optimizer
+from jaxsp.sharding import host_offload, sharding
+from jaxsp.system import device_mesh
+from jaxsp.training import trainable
+from jaxsp.training.specs import StepSpec
+from jaxsp.training.step_config import StepConfig
+
+
+def predict_bytes(spec: StepSpec) -> int:
+    """Predicts a step's memory on each device, in bytes.
+
+    Arguments, gradients and saved activations are live during the whole step. The largest of four
+    phases is added: the backward pass of a layer's MLP, that of its attention, the loss, and the
+    gradient of the embedding.
+    """
+    resident = resident_bytes(spec)
+    return int(resident.weights + resident.moments + max(find_phases(spec).values()))
+
+
+def find_phases(spec: StepSpec) -> dict[str, int]:
+    """Finds the bytes of each phase of a step beside its arguments, by the phase's name."""
+    model = spec.model
+    resident = resident_bytes(spec)
+    gradients = resident.gradients
+    saved = resident.activations
+    prefetched = 2 * step_offloaded_bytes(spec).activations // model.num_layers
+    if spec.remat_policy.has_own_backward_pass:  # it reads an input when it needs it
+        prefetched = 0
+    in_layer = saved + gradients + prefetched
+    # Before the loss there are no gradients of this step's first microbatch
+    loss_gradients = gradients if spec.num_microbatches > 1 else 0
+    embedding = 0
+    if spec.table["embedding"].is_trainable:
+        embedding = 4 * model.vocab_size * model.hidden_size
+    return {
+        "the backward pass of an MLP": in_layer
+        + max(_feed_forward_bytes(spec, kind) for kind in model.kinds),
+        "the backward pass of attention": in_layer
+        + max(_mixer_bytes(spec, kind) for kind in model.kinds),
+        "the loss": saved + loss_gradients + _loss_bytes(spec),
+        "the gradient of the embedding": gradients
+        + embedding
+        + 2 * _stream_bytes(spec)
+        + _kept_embedding_bytes(spec),
+    }
+
+
+# Arrays that are live during most of a step
+
+
+class ResidentBytes(NamedTuple):
+    """Bytes of a device's arrays that are live during most of a step."""
+
+    weights: int
+    """Float32 weights, copies in the compute dtype of those in host memory, and frozen weights."""
+    moments: int
+    """Bytes of the optimizer state, such as AdamW's moments."""
+    gradients: int
+    activations: int
+    """Activations that all layers save for the backward pass, and embeddings before their norm."""
+
+
+def resident_bytes(spec: StepSpec) -> ResidentBytes:
+    """Arrays that a device holds during most of a step."""
+    weights = moments = gradients = 0
+    for param in jax.tree.leaves(spec.table):
+        held = _held_bytes(spec, param)
+        weights += held.weight
+        moments += held.state
+        if not param.is_trainable:
+            continue
+        size = sharding.shard_size(param, device_mesh.num_shards(spec.mesh))
+        is_stacked_on_host = host_offload.should_offload_gradient(param)
+        if not (is_stacked_on_host and spec.has_offloaded_gradients):
+            gradients += 4 * size
+            if is_stacked_on_host and spec.has_offloaded_state:
+                weights += spec.dtype.itemsize * size
+    activations = _kept_embedding_bytes(spec)
+    for segment in spec.model.segments:
+        for periods, policy in spec.remat_policy.divide(segment, spec.model.num_layers):
+            saved = (_saved_bytes(spec, kind, policy) for kind in segment.period)
+            activations += len(periods) * sum(saved)
+    return ResidentBytes(weights, moments, gradients, activations)
+
+
+class _HeldBytes(NamedTuple):
+    """Bytes of a weight and its optimizer state in a device's own memory."""
+
+    weight: int
+    state: int
+
+
+def _held_bytes(spec: StepSpec, param: Parameter) -> _HeldBytes:
+    num_shards = device_mesh.num_shards(spec.mesh)
+    state = optimizer.state_bytes(spec.config.optimizer, param, num_shards)
+    if spec.is_on_host(param):
+        return _HeldBytes(0, state.others)
+    return _HeldBytes(sharding.shard_bytes(param, num_shards), state.total)
+
+
+def _stream_bytes(spec: StepSpec) -> int:
+    """Bytes of a layer's input."""
+    return spec.tokens_per_device * spec.model.hidden_size * spec.dtype.itemsize
+
+
+def _kept_embedding_bytes(spec: StepSpec) -> int:
+    """Bytes of the tokens' embeddings, which are kept if they are the input of a norm."""
+    return _stream_bytes(spec) if spec.model.has_embedding_norm else 0
+
+
+def list_kept_mlp_bytes(spec: StepSpec) -> list[int]:
+    """Bytes of the MLP's products that are kept with `kept_mlp_layers` of 0, 1, ... up to all."""
+    per_element = spec.tokens_per_device * spec.dtype.itemsize
+    return [per_element * width for width in kept_mlp_widths(spec.model)]
+
+
+def kept_mlp_widths(model: ModelConfig) -> list[int]:
+    """Elements for each token of the MLP's products that are kept with `kept_mlp_layers` of 0, 1,
+    ... up to all. Whole periods of layers keep them, so that some numbers keep no more."""
+
+    def count(number: int) -> int:
+        policy = RematPolicy(remat="save_attention_and_mlp", kept_mlp_layers=number)
+        return sum(
+            len(periods) * registry.FEED_FORWARDS[kind.feed_forward].cost(model).saved_width
+            for segment in model.segments
+            for periods, of_part in policy.divide(segment, model.num_layers)
+            if of_part.is_mlp_saved
+            for kind in segment.period
+        )
+
+    return [count(number) for number in range(model.num_layers + 1)]
+
+
+def _saved_bytes(spec: StepSpec, kind: LayerKind, policy: RematPolicy) -> int:
+    """Bytes of a layer's activations that are saved on the device for the backward pass."""
+    model = spec.model
+    itemsize = spec.dtype.itemsize
+    mixer = registry.MIXERS[kind.mixer]
+    width = 0
+    # Activations of tiles are not saved
+    has_tiles = spec.mlp_tile < spec.tokens_per_device
+    if (policy.is_mlp_saved or policy.are_products_saved) and not has_tiles:
+        width += registry.FEED_FORWARDS[kind.feed_forward].cost(model).saved_width
+    if policy.are_products_saved:
+        width += mixer.product_width(model, spec.workload)
+    if not policy.is_input_offloaded:
+        width += model.hidden_size
+    per_token = itemsize * width
+    if policy.is_attention_saved and not policy.is_attention_offloaded:
+        per_token += mixer.output_bytes(model, itemsize)
+    return spec.tokens_per_device * per_token
+
+
+# Phases
+
+
+def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
+    """Bytes of the backward pass of a layer's feed-forward."""
+    model = spec.model
+    itemsize = spec.dtype.itemsize
+    tokens = spec.tokens_per_device
+    tile = min(spec.mlp_tile, tokens)
+    stream = _stream_bytes(spec)
+    params = decoder.split_kinds(model, spec.table["layers"])[kind]["post_attention"]
+    weights = _matrix_elements(params)
+    cost = registry.FEED_FORWARDS[kind.feed_forward].cost(model)
+    live = tile * cost.backward_width + cost.fixed_elements
+    # Statistics are float32, and have gradients
+    live = itemsize * live + 2 * 4 * tokens * cost.statistics_width
+    has_gradients = model.lora is None
+    own_sums = 4 * cost.gradient_elements
+    if tile < tokens:
+        activations = live + 2 * stream + 5 * tile * model.hidden_size * itemsize
+        return activations + (itemsize + 4 * has_gradients) * weights + own_sums
+    gradients = 5 * _matrix_elements(params["mlp"]) // 3 * has_gradients
+    return live + 6 * stream + itemsize * weights + max(gradients, own_sums)
+
+
+def _matrix_elements(params: layers.Weights) -> int:
+    """Elements of the matrices of a layer, without adapters."""
+    matrices = (p for p in jax.tree.leaves(params) if p.is_matrix and not p.is_adapter)
+    return sum(param.size for param in matrices)
+
+
+def _mixer_bytes(spec: StepSpec, kind: LayerKind) -> int:
+    """Bytes of the backward pass of a layer's mixer: the maximum of the layers of a kind."""
+    params = decoder.split_kinds(spec.model, spec.table["layers"])[kind]
+    weights = sum(param.size for param in jax.tree.leaves(params))
+    backward = registry.MIXERS[kind.mixer].backward_bytes(spec.model, spec.workload)
+    # The layer's input and its gradient, or a copy of a gradient for the all-to-all
+    num_streams = 1 if spec.remat_policy.offloads_during_attention else 2
+    return backward + num_streams * _stream_bytes(spec) + spec.dtype.itemsize * weights
+
+
+def _loss_bytes(spec: StepSpec) -> int:
+    model = spec.model
+    tokens = spec.tokens_per_device
+    tile = min(spec.loss_tile, tokens)
+    head = spec.dtype.itemsize * model.num_logits * model.hidden_size
+    head_gradient = 0
+    if decoder.lm_head(spec.table).is_trainable:
+        head_gradient = 4 * model.num_logits * model.hidden_size
+    logits = 6 * tile * model.num_logits
+    if tile < tokens:
+        logits += head_gradient
+    else:
+        logits = max(logits, 2 * tile * model.num_logits + head_gradient)
+    return head + logits + 2 * _stream_bytes(spec)
+
+
+# Host memory
+
+
+def checkpoint_bytes(spec: StepSpec) -> int:
+    """Host memory for an asynchronous checkpoint of the state on the device, in bytes per device.
+
+    The copies of trained weights and state, and XLA's buffers for the transfers, which are pinned
+    and stay allocated. They have a pool of their own, with the limit of the pool for offloaded
+    arrays (`pool_bytes`). Arrays that are in host memory are written from there.
+
+    Source: PjRtStreamExecutorRawBuffer::CopyRawDeviceToHostAndReturnEvent, openxla/xla
+        xla/pjrt/se_raw_buffer.cc. Arrays of 1 GiB and more per device have no such buffer.
+    """
+    num_shards = device_mesh.num_shards(spec.mesh)
+    copies = buffers = 0
+    for param in jax.tree.leaves(spec.table):
+        if param.is_trainable:
+            held = sum(_held_bytes(spec, param))
+            copies += held
+            buffers += held if 4 * sharding.shard_size(param, num_shards) < GIB else 0
+    offloaded = step_offloaded_bytes(spec)
+    return copies + (min(buffers, pool_bytes(offloaded)) if offloaded.total else buffers)
+
+
+class OffloadedBytes(NamedTuple):
+    """Bytes of each device's arrays in host memory."""
+
+    activations: int
+    weights: int
+    """Bytes of trained weights, float32."""
+    moments: int
+    """Bytes of the optimizer state, such as AdamW's moments."""
+    gradients: int
+    frozen: int = 0
+    """Bytes of frozen weights."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all arrays."""
+        return sum(self)
+
+
+def offloaded_bytes(model: ModelConfig, config: StepConfig, *, num_shards: int) -> OffloadedBytes:
+    """Arrays in host memory with a config.
+
+    Args: num_shards: number of devices that weights are sharded over.
+    """
+    weights = moments = gradients = frozen = 0
+    if (level := config.memory.offload_optimizer) != "none":
+        for param in _list_offloaded(model, config):
+            num_bytes = sharding.shard_bytes(param, num_shards)
+            if param.is_trainable:
+                weights += num_bytes
+                state = optimizer.state_bytes(config.optimizer, param, num_shards)
+                moments += state.like_weight
+                gradients += num_bytes if host_offload.should_offload_gradient(param) else 0
+            else:
+                frozen += num_bytes
+    if level != "state_and_gradients":
+        gradients = frozen = 0
+    num_groups = config.mesh.replica * max(1, num_shards // config.mesh.degree)
+    if config.rows_per_step > config.microbatch_rows * num_groups:
+        gradients *= 2  # the gradients of a microbatch, and their sums
+    return OffloadedBytes(
+        activations=_offloaded_activation_bytes(model, config),
+        weights=weights,
+        moments=moments,
+        gradients=gradients,
+        frozen=frozen,
+    )
+
+
+def _list_offloaded(model: ModelConfig, config: StepConfig) -> Iterator[Parameter]:
+    """Weights that are large enough to be offloaded."""
+    table = trainable.build_table(model, config)
+    return filter(host_offload.should_offload, jax.tree.leaves(table))
+
+
+def _offloaded_activation_bytes(model: ModelConfig, config: StepConfig) -> int:
+    memory = config.memory
+    policy = RematPolicy(
+        offload_activations=memory.offload_activations,
+        offload_every=memory.offload_every,
+        offloads_during_attention=memory.offload_during_attention == "always",
+    ).with_whole_periods(model)
+    if not policy.is_input_offloaded:
+        return 0
+    itemsize = np.dtype(config.compute_dtype).itemsize
+    num_inputs = policy.num_offloaded_inputs(model.num_layers)
+    if not policy.has_own_backward_pass:
+        num_inputs += model.inner_loop  # its arrays are copied into those of all periods
+    per_token = num_inputs * model.hidden_size * itemsize
+    if policy.is_attention_offloaded:
+        per_token += sum(
+            registry.MIXERS[layer.mixer].output_bytes(model, itemsize) for layer in model.layers
+        )
+    return config.row_tokens * config.microbatch_rows // config.mesh.degree * per_token
+
+
+def step_offloaded_bytes(spec: StepSpec) -> OffloadedBytes:
+    """Arrays that a step keeps in host memory."""
+    num_shards = device_mesh.num_shards(spec.mesh)
+    return offloaded_bytes(spec.model, spec.config, num_shards=num_shards)
+
+
+def pool_bytes(offloaded: OffloadedBytes) -> int:
+    """Size for XLA's pool of pinned host memory: the formula, and a margin for other arrays."""
+    return int(1.1 * offloaded.total) + 2 * GIB

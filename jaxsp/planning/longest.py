@@ -1,0 +1,197 @@
+"""Search for the longest row that fits, by plans of a few lengths."""
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jaxsp.attention.selection import choose_attention
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.core.errors import UserError
+from jaxsp.planning import absent, descriptions, planner
+from jaxsp.planning.absent import Cluster
+from jaxsp.planning.planner import Plan
+from jaxsp.training.step_config import StepConfig
+
+PRECISION = 0.01
+"""Largest relative distance between the longest row that fits and the shortest that does not."""
+
+HEADROOM = 0.03
+"""Fraction of the device memory that the longest row leaves free. XLA places temporaries and
+cuDNN's workspace in one block, whose gaps take 0 to 5 %, and the workspace is an estimate."""
+
+LENGTH_UNIT = 1024
+"""Row lengths are multiples of this number of tokens per device."""
+
+_LENGTH_ERROR_PREFIXES = ("data.row_tokens", "data.max_segments_per_row", "attention.head_chunks")
+"""Prefixes of problems that shorter rows may not have."""
+
+_MAX_GROWTH = 16
+"""Largest factor from a row that fits to the next one, while no longer row was tried."""
+
+CONSTANT_CAUSES = (descriptions.WEIGHTS, descriptions.OPTIMIZER, descriptions.GRADIENTS)
+"""Causes of memory that do not grow with the row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TriedLength:
+    """A row length, and whether it fits."""
+
+    row_tokens: int
+    plan: Plan | None
+    """None if it was refused before it was compiled."""
+    problem: str
+    """Reason that it does not fit; empty if it does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongestRow:
+    """Result of a search."""
+
+    tried: Sequence[TriedLength]
+    """Lengths from short to long."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """Plan of the longest row that fits; None if none does."""
+        return next((length.plan for length in reversed(self.tried) if not length.problem), None)
+
+    @property
+    def shortest_failing(self) -> TriedLength:
+        """The shortest tried row that does not fit and is longer than the longest that does."""
+        best = self.plan.row_tokens if self.plan else 0
+        return next(length for length in self.tried if length.problem and length.row_tokens > best)
+
+
+def find_longest_row(
+    config: StepConfig,
+    *,
+    model: ModelConfig,
+    cluster: Cluster,
+    on_result: Callable[[TriedLength], None] = lambda _: None,
+) -> LongestRow:
+    """Finds the longest row of one document that fits with a config's mesh and memory options.
+
+    The result is accurate to PRECISION, and leaves HEADROOM free. Memory grows nearly in proportion
+    to the row, so each plan predicts the length to try next.
+
+    Args: on_result: called with each length.
+    Raises: UserError if planning fails for another reason than the length.
+    """
+    config = config.with_one_row_for_auto()
+    if config.memory.remat == config.memory.kept_mlp_layers == "auto":
+        # They would fill the memory of shorter rows, which tells how much longer ones need
+        config = config.change(memory={"kept_mlp_layers": 0})
+    cluster = dataclasses.replace(cluster, headroom=HEADROOM)
+    unit = LENGTH_UNIT * config.mesh.degree
+    tried: dict[int, TriedLength] = {}
+    row_tokens = max(unit, config.row_tokens // unit * unit)
+    while True:
+        first_plan = next((length.plan for length in tried.values() if length.plan), None)
+        plan = None
+        try:
+            changed = config.change(row_tokens=row_tokens)
+            plan = planner.plan_step(changed, model=model, cluster=cluster)
+        except UserError as error:
+            if not all(problem.startswith(_LENGTH_ERROR_PREFIXES) for problem in error.problems):
+                raise
+            problem = str(error).splitlines()[0]
+        if plan is not None:
+            problem = plan.shortage
+            # too long if it falls back to another kernel although the first length did not
+            if first_plan is not None and plan.fallback_reason and not first_plan.fallback_reason:
+                problem = plan.fallback_reason
+        length = TriedLength(row_tokens=row_tokens, plan=plan, problem=problem)
+        tried[row_tokens] = length
+        on_result(length)
+        if plan is not None and plan.host_limit_gib < 0:  # for rows of any length
+            return LongestRow(tried=[length])
+        below = max((tokens for tokens, length in tried.items() if not length.problem), default=0)
+        above = min(
+            (tokens for tokens, length in tried.items() if length.problem and tokens > below),
+            default=None,
+        )
+        if above is not None and (above - below <= unit or above <= below * (1 + PRECISION)):
+            next_split = _find_next_split(config, model, cluster, beyond=above, unit=unit)
+            if next_split is None or next_split in tried:
+                return LongestRow(tried=[tried[tokens] for tokens in sorted(tried)])
+            row_tokens = next_split
+            continue
+        guess = _estimate_limit(tried, below, above)
+        if above is None:
+            guess = min(guess, _MAX_GROWTH * below)
+        # slightly above after a row that fits, slightly below otherwise, so that both ends close in
+        guess *= 1 + 0.4 * PRECISION * (1 if row_tokens == below else -1)
+        row_tokens = max(below + unit, round(guess / unit) * unit)
+        if above is not None:
+            row_tokens = min(row_tokens, above - unit)
+
+
+def _find_next_split(
+    config: StepConfig, model: ModelConfig, cluster: Cluster, *, beyond: int, unit: int
+) -> int | None:
+    """Finds the shortest row, up to twice `beyond`, for which cuDNN's work is split into more
+    calls; None if there is none.
+
+    More calls need less device memory, so this row may fit although a shorter one does not.
+    """
+    devices = absent.make_devices(cluster.device_type, cluster.num_devices)
+
+    def split(row_tokens: int) -> tuple[int, int] | None:
+        try:
+            changed = config.change(row_tokens=row_tokens)
+            choice = choose_attention(changed.attention, changed.rows, model, devices=devices)
+        except UserError:
+            return None
+        # more chunks, or slots with less room
+        return choice.settings.head_chunks, -choice.settings.capacity_factor
+
+    first = split(beyond)
+    if first is None:
+        return None
+
+    def is_split_more(row_tokens: int) -> bool:
+        found = split(row_tokens)
+        return found is not None and found > first
+
+    lengths = range(beyond // unit * unit + unit, 2 * beyond // unit * unit + 1, unit)
+    if not is_split_more(lengths[-1]):
+        return None
+    return lengths[bisect.bisect_left(lengths, True, key=is_split_more)]
+
+
+def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None) -> float:
+    """Estimates the row length at which device or host memory is full.
+
+    Extrapolates on a line through two plans, or through one and the constant causes.
+
+    Args: below, above: the longest length that fits or 0, and the shortest longer one that does not
+        or None.
+    """
+    if above is not None:
+        longer = tried[above].plan
+        if longer is None or not longer.shortage:  # too long for another reason than memory
+            return (below + above) / 2
+    plans = [tried[tokens].plan for tokens in (below, above) if tokens]
+    known = [plan for plan in plans if plan is not None]
+    if len(known) == 1 and above is None:
+        shorter = [
+            length.plan for tokens, length in tried.items() if tokens < below and length.plan
+        ]
+        known = [*shorter[-1:], *known]
+    last = known[-1]
+    first = known[0] if len(known) == 2 else None
+    crossings = []
+    for total, limit, causes in (
+        ("device_gib", last.device_limit_gib, last.memory),
+        ("host_gib", last.host_limit_gib, last.host_memory),
+    ):
+        start_tokens = 0
+        start_gib = sum(causes.get(name, 0.0) for name in CONSTANT_CAUSES)
+        if first is not None:
+            start_tokens = first.row_tokens
+            start_gib = getattr(first, total)
+        last_gib = getattr(last, total)
+        slope = (last_gib - start_gib) / (last.row_tokens - start_tokens)
+        if slope > 0:
+            crossings.append(last.row_tokens + (limit - last_gib) / slope)
+    return max(min(crossings, default=2.0 * last.row_tokens), 1.0)

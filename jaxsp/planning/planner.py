@@ -1,0 +1,412 @@
+"""Plans: memory, communication and time of a config's training step on absent GPUs."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxsp.attention.selection import choose_strategy
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.core import axes
+from jaxsp.core.errors import UserError
+from jaxsp.core.units import GIB
+from jaxsp.model import decoder, flops
+from jaxsp.optimizers import param_groups
+from jaxsp.planning import (
+    absent,
+    candidates,
+    descriptions,
+    estimate,
+    fit,
+    hlo,
+    limits,
+    memory_problems,
+    step_time,
+)
+from jaxsp.planning.absent import Cluster
+from jaxsp.planning.fit import CompiledStep
+from jaxsp.planning.hlo import Collective
+from jaxsp.planning.step_time import TimeEstimate
+from jaxsp.system import device_mesh, memory_limits
+from jaxsp.training import step_descriptions
+from jaxsp.training.specs import find_division_problems, make_spec
+from jaxsp.training.step_config import StepConfig
+
+RESERVED = "reserved"
+"""Cause of memory in a plan: CUDA's context, NCCL's buffers and fragmentation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedCollective:
+    """The collectives of one kind in a step."""
+
+    kind: str
+    axes: Sequence[str]
+    """Axes of the mesh that they run along, such as `data x seq`."""
+    bytes: float
+    """Bytes that a device sends in a step, read from the compiled program."""
+    node_bytes: float
+    """Bytes that leave the busiest node."""
+    num_runs: int
+    seconds: float | None
+    """Estimate; None without a time estimate."""
+    waited_s: float | None
+    """Those seconds that no computation overlaps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Facts and estimates about a step that was compiled but not run.
+
+    Sizes are in GiB (2**30 bytes), times in seconds; both are for one device unless noted.
+    """
+
+    device_type: str
+    num_devices: int
+    node_devices: int
+    """GPUs of a node."""
+    mesh: Mapping[str, int]
+    row_tokens: int
+    rows_per_step: int
+    rows_per_microbatch: int
+    max_segments_per_row: int
+    document_tokens: int
+    """Assumed length of the documents that fill the rows; attention's arithmetic depends on it."""
+    layers: str
+    """Description of the blocks of the layers; empty if all have attention and an MLP."""
+    strategy: str
+    """Description of the attention strategy, such as `Ulysses of 8`; empty for groups of one
+    device."""
+    attention_bytes: int
+    """Bytes that a device sends for attention per layer and microbatch, by formula."""
+    alternative_bytes: Mapping[str, int]
+    """The same for the other strategies that `auto` considered, by description."""
+    kernel: str
+    kernel_title: str
+    """Name of the kernel for use in sentences."""
+    fallback_reason: str
+    """Reason that `auto` did not use its preferred kernel; empty if it did."""
+    head_chunks: int
+    remat: str
+    """Value of memory.remat that the step uses; never `auto`."""
+    mlp_tile_tokens: int
+    """MLP tile size that the step uses; all of a device's tokens if there are no tiles."""
+    loss_tile_tokens: int
+    """Loss tile size that the step uses; all of a device's tokens if there are no tiles."""
+    options: str
+    """Description of all memory options, and of products in 8 bits."""
+    fits: bool
+    memory_bottleneck: str
+    """Memory that runs out first: `device` or `host`."""
+    shortage: str
+    """Description of the memory that does not fit; empty if all fits."""
+    suggestions: Sequence[str]
+    """Changes of the config: if the step does not fit, those that need less memory, else those
+    that use more and are faster."""
+    device_gib: float
+    """Device memory that the step needs, including the allowance for cuDNN."""
+    device_limit_gib: float
+    """Device memory that JAX may use."""
+    host_gib: float
+    """Host memory of a node that the offloaded arrays of its devices need."""
+    host_limit_gib: float
+    """Host memory of a node that offloaded arrays may use."""
+    host_pool_gib: float
+    """Size of XLA's pools of pinned host memory on a node. Each device has one pool. Its size is a
+    power of two, up to a limit."""
+    memory: Mapping[str, float]
+    """Device memory by cause: see descriptions.CAUSES. All except `reserved` add up to device_gib.
+    """
+    host_memory: Mapping[str, float]
+    """Host memory of a node by cause. Adds up to host_gib."""
+    peak_phase: str
+    """Phase of the step that needs most device memory, by formula."""
+    sent_bytes: float
+    """Bytes that a device sends in a step, read from the compiled program."""
+    collectives: Sequence[PlannedCollective]
+    model_flops: float
+    """FLOPs of a step, counted as for MFU: causal attention within documents, no recomputation."""
+    jax_version: str
+    plan_s: float
+    """Time to compile and analyze the step."""
+    hardware_flops: float | None = None
+    """FLOPs of the compiled program, including recomputation; None without a time estimate."""
+    host_copy_bytes: tuple[float, float] | None = None
+    """Bytes copied in a step from the host to a device, and back; None without a time estimate."""
+    step_s_estimate: float | None = None
+    """Roofline estimate from published rates; None unless the step uses bfloat16 and cuDNN, because
+    the rates are for those. Measured steps are likely to take step_time.LIKELY_RANGE times as long.
+    """
+    tokens_per_s_estimate: float | None = None
+    """Tokens per second of all devices."""
+    mfu_estimate: float | None = None
+    objective: str = ""
+    """Description of the objective; empty for sft."""
+    reference_s_estimate: float | None = None
+    """Seconds of the reference pass for the tokens of a step, at the rate of the step: it is one
+    forward pass over all documents. None if the objective needs no reference model."""
+    seconds_estimate: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Estimated seconds by cause."""
+    time_bottleneck: str | None = None
+    """Cause that takes most of the time."""
+
+    @property
+    def is_mlp_tiled(self) -> bool:
+        """True if the MLP's tiles are smaller than all tokens of a device."""
+        microbatch_tokens = self.row_tokens * self.rows_per_microbatch
+        return self.mlp_tile_tokens * self.mesh[axes.SEQ] < microbatch_tokens
+
+
+def resolve_config(config: StepConfig, *, model: ModelConfig, cluster: Cluster) -> StepConfig:
+    """Replaces `auto` in mesh.seq and batch.rows_per_microbatch by what training chooses.
+
+    Raises: UserError if rows cannot be divided among any number of devices.
+    """
+    if "auto" not in (config.mesh.seq, config.rows_per_microbatch):
+        return config  # without XLA's compiler for GPUs
+    return candidates.resolve(
+        config,
+        model,
+        devices=absent.make_devices(cluster.device_type, cluster.num_devices),
+        memory=cluster.memory_limit,
+        device_bytes=int(cluster.memory_limit.device),
+    )
+
+
+def plan_step(
+    config: StepConfig,
+    *,
+    model: ModelConfig,
+    cluster: Cluster,
+    document_tokens: int | None = None,
+) -> Plan:
+    """Plans the step of a config.
+
+    Args:
+        document_tokens: length of the documents that fill the rows; None: each row is one document.
+    Raises: UserError if training would refuse the config before it compiles; RuntimeError if XLA
+        ignores some of the requested offloading.
+    """
+    began = time.perf_counter()
+    if found := _find_problems(config, model, cluster, document_tokens):
+        raise UserError(found)
+    devices = absent.make_devices(cluster.device_type, cluster.num_devices)
+    spec = make_spec(config, model, devices=devices, device_bytes=int(cluster.memory_limit.device))
+    spec = dataclasses.replace(spec, has_split_pairs=_has_split_pairs(config, document_tokens))
+    limit = limits.subtract_reserves(spec, cluster.memory_limit)
+    fitted = fit.fit(
+        spec,
+        limit=limit._replace(device=limit.device * (1 - cluster.headroom)),
+        compile_step=absent.compile_step,
+        measure=absent.measure_step,
+    )
+    fit.check_offloads(fitted.spec, fitted.memory_use)
+    suggestions: Sequence[str] = []
+    if fitted.shortage:
+        is_device_short = fitted.memory_use.device_total > fitted.memory_limit.device
+        suggestions = memory_problems.suggest_changes(spec, is_device_short=is_device_short)
+    elif fits_larger_microbatch(fitted):
+        count = 2 * config.microbatch_rows
+        suggestions = [f"batch.rows_per_microbatch={count}, which gathers weights half as often"]
+    document_tokens = min(document_tokens or config.row_tokens, config.row_tokens)
+    facts = _describe_config(fitted) | _describe_memory(fitted, cluster)
+    facts |= _describe_work(fitted, cluster, document_tokens)
+    return Plan(**facts, suggestions=suggestions, plan_s=time.perf_counter() - began)
+
+
+def _has_split_pairs(config: StepConfig, document_tokens: int | None) -> bool:
+    """True if the objective needs pairs, and a row does not hold two of the documents."""
+    row_tokens = config.row_tokens
+    return config.objective.format is not None and 2 * (document_tokens or row_tokens) > row_tokens
+
+
+def fits_larger_microbatch(fitted: CompiledStep) -> bool:
+    """True if microbatches of twice the rows fit, by formula, and recompute as little."""
+    spec = fitted.spec
+    has_gathers = device_mesh.num_shards(spec.mesh) > 1
+    is_all_kept = spec.remat_policy.remat == "save_attention_and_mlp"
+    if spec.num_microbatches % 2 or not (has_gathers and is_all_kept):
+        return False
+    memory = {"mlp_tile_tokens": "auto", "loss_tile_tokens": "auto"}
+    try:
+        larger = spec.respec(rows_per_microbatch=2 * spec.config.microbatch_rows, memory=memory)
+    except UserError:  # no attention takes that number of rows
+        return False
+    if larger.attention.kernel != spec.attention.kernel:
+        return False
+    first = next(candidates.list_candidates(larger))
+    error = fitted.memory_use.device_total / estimate.predict_bytes(spec)
+    return max(1.0, error) * estimate.predict_bytes(first) <= fitted.memory_limit.device
+
+
+def _find_problems(
+    config: StepConfig, model: ModelConfig, cluster: Cluster, document_tokens: int | None
+) -> list[str]:
+    """Finds the problems of a config and a document length before anything is compiled."""
+    sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
+    found = memory_problems.find_problems(config, platform="gpu", model=model)
+    found += param_groups.find_problems(config.optimizer, decoder.param_table(model))
+    layout = None
+    try:
+        layout = choose_strategy(config.attention, config.rows, model).layout
+    except UserError as error:
+        found.extend(error.problems)
+    found.extend(find_division_problems(config, sizes, layout=layout))
+    row_tokens = config.row_tokens
+    max_segments = config.max_segments
+    if document_tokens is not None and -(-row_tokens // document_tokens) > max_segments:
+        found.append(
+            f"--document-tokens = {document_tokens}: rows of {row_tokens:,} tokens hold at most "
+            f"{max_segments} documents (data.max_segments_per_row). "
+            f"Use {-(-row_tokens // max_segments)} or more."
+        )
+    rows_per_step = config.rows_per_step
+    if rows_per_step % 2 and _has_split_pairs(config, document_tokens):
+        found.append(
+            f"batch.rows_per_step = {rows_per_step}: must be even, because pairs of documents as "
+            f"long as a row are in two rows. Use {rows_per_step + 1}, or rows that hold pairs: "
+            f"--document-tokens {row_tokens // 2}."
+        )
+    return found
+
+
+def _describe_config(fitted: CompiledStep) -> dict[str, Any]:
+    """Fields of a plan that follow from its config."""
+    spec = fitted.spec
+    config = spec.config
+    choice = spec.attention
+    options = (descriptions.describe(spec), step_descriptions.describe_products(spec))
+    return {
+        "mesh": {axis: spec.mesh.shape[axis] for axis in axes.ALL},
+        "row_tokens": config.row_tokens,
+        "rows_per_step": config.rows_per_step,
+        "rows_per_microbatch": config.microbatch_rows,
+        "max_segments_per_row": config.max_segments,
+        "objective": step_descriptions.describe_objective(spec),
+        "layers": step_descriptions.describe_layers(spec),
+        "strategy": choice.strategy.description,
+        "attention_bytes": choice.sent_bytes,
+        "alternative_bytes": dict(choice.alternatives),
+        "kernel": choice.kernel.name,
+        "kernel_title": choice.kernel.title,
+        "fallback_reason": choice.fallback_reason,
+        "head_chunks": choice.settings.head_chunks,
+        "remat": spec.remat_policy.remat,
+        "mlp_tile_tokens": min(spec.mlp_tile, spec.tokens_per_device),
+        "loss_tile_tokens": min(spec.loss_tile, spec.tokens_per_device),
+        "options": "; ".join(filter(None, options)),
+        "jax_version": jax.__version__,
+    }
+
+
+def _describe_memory(fitted: CompiledStep, cluster: Cluster) -> dict[str, Any]:
+    """Fields of a plan about memory."""
+    spec = fitted.spec
+    use = fitted.memory_use
+    limit = fitted.memory_limit
+    causes = descriptions.find_causes(fitted)
+    device_memory = {name: size / GIB for name, size in causes.device.items()}
+    device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
+    node_gib = cluster.node_devices / GIB
+    phases = estimate.find_phases(spec)
+    pool_bytes = 0.0
+    if use.host:
+        largest = estimate.pool_bytes(estimate.step_offloaded_bytes(spec))
+        pool_size = memory_limits.pinned_pool_size(use.host, min(limit.host, largest))
+        pool_bytes = max(float(use.host), pool_size)
+    is_device_fuller = use.device_total / limit.device >= use.host / limit.host
+    is_bottleneck = use.host <= limit.host and is_device_fuller
+    is_device = use.device_total > limit.device or is_bottleneck
+    return {
+        "fits": not fitted.shortage,
+        "memory_bottleneck": "device" if is_device else "host",
+        "shortage": fitted.shortage,
+        "device_gib": use.device_total / GIB,
+        "device_limit_gib": limit.device / GIB,
+        "host_gib": use.host * node_gib,
+        "host_limit_gib": limit.host * node_gib,
+        "host_pool_gib": pool_bytes * node_gib,
+        "memory": device_memory,
+        "host_memory": {name: size * node_gib for name, size in causes.host.items()},
+        "peak_phase": max(phases, key=lambda phase: phases[phase]),
+    }
+
+
+def _describe_work(fitted: CompiledStep, cluster: Cluster, document_tokens: int) -> dict[str, Any]:
+    """Fields of a plan about devices, arithmetic, communication and time."""
+    spec = fitted.spec
+    config = spec.config
+    text = fitted.executable.dump.hlo_text
+    node_devices = cluster.nvlink_domain_size
+    segment_lengths = step_time.make_segment_lengths(
+        rows=config.rows_per_step, row_tokens=config.row_tokens, document_tokens=document_tokens
+    )
+    collectives = hlo.parse_collectives(text)
+    timed = step_time.estimate_step(
+        spec,
+        text,
+        ceilings=cluster.gpu.ceilings,
+        node_devices=node_devices,
+        segment_lengths=segment_lengths,
+    )
+    model_flops = flops.step_flops(spec.model, segment_lengths, spec.table) / spec.mesh.size
+    facts: dict[str, Any] = {
+        "device_type": cluster.device_type,
+        "num_devices": cluster.num_devices,
+        "node_devices": cluster.node_devices,
+        "document_tokens": document_tokens,
+        "sent_bytes": sum((sent.total_bytes for sent in collectives), start=0.0),
+        "collectives": _sum_collectives(collectives, spec.mesh.shape, timed, node_devices),
+        "model_flops": model_flops,
+    }
+    if timed is None:
+        return facts
+    step_s = timed.step_s
+    reference_s = step_s * (model_flops / 3 / timed.hardware_flops)
+    return facts | {
+        "hardware_flops": timed.hardware_flops,
+        "host_copy_bytes": timed.host_copy_bytes,
+        "step_s_estimate": step_s,
+        "tokens_per_s_estimate": config.rows_per_step * config.row_tokens / step_s,
+        "mfu_estimate": model_flops / step_s / cluster.gpu.ceilings.peak_tflops / 1e12,
+        "reference_s_estimate": reference_s if spec.objective.needs_reference else None,
+        "seconds_estimate": timed.seconds,
+        "time_bottleneck": timed.bottleneck,
+    }
+
+
+def _sum_collectives(
+    collectives: Sequence[Collective],
+    sizes: Mapping[str, int],
+    timed: TimeEstimate | None,
+    node_devices: int,
+) -> list[PlannedCollective]:
+    """Sums sent bytes by operation; leaves out those that send nothing.
+
+    One operation may run over several sets of axes: all-reduces of gradients span one axis, others
+    all axes.
+    """
+    planned = []
+    for operation in sorted({sent.operation for sent in collectives if sent.total_bytes}):
+        group = [sent for sent in collectives if sent.operation == operation]
+        axes_of_groups = {
+            hlo.find_axes(sent.device_ids, sizes) for sent in group if sent.total_bytes
+        }
+        seconds = waited_s = None
+        if timed is not None:
+            seconds, waited_s = timed.sum_transfers(sent.begin_line for sent in group)
+        node_bytes = (sent.find_load(node_devices).node * sent.total_bytes for sent in group)
+        planned.append(
+            PlannedCollective(
+                kind=operation,
+                axes=[" x ".join(names) for names in sorted(axes_of_groups)],
+                bytes=sum((sent.total_bytes for sent in group), start=0.0),
+                node_bytes=sum(node_bytes, start=0.0),
+                num_runs=sum(sent.num_runs for sent in group),
+                seconds=seconds,
+                waited_s=waited_s,
+            )
+        )
+    return planned

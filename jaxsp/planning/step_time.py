@@ -1,0 +1,386 @@
+"""Estimates the time of a compiled step from published peak rates of its devices. Nothing is
+measured.
+
+A kernel takes the longer of two times: its matrix products at the rate of large products, and its
+reads and writes at the rate of the memory. Attention takes its arithmetic at the rate of flash
+attention. Kernels of gated delta nets are listed apart, without their projections. Left out: kernel
+launches, waiting for data, the slowdown of kernels that overlap collectives, and unequal attention
+of devices, which training logs as `attention_imbalance`.
+
+What overlaps follows from the schedule. XLA orders the instructions of each computation. Kernels
+run one after another on the compute stream, in that order. A collective, or a copy between host and
+device memory, starts at its `-start` instruction on a stream of its own, after earlier ones of that
+stream; the compute stream waits for it at its `-done`. One that has no such pair blocks the compute
+stream.
+
+    compute     | kernel | kernel | kernel |     wait     | kernel |
+    collective           |         all-gather             |
+
+Two iterations of a loop are simulated; the second stands for all later ones. Of the switch between
+kinds of layers, each branch takes its fraction of the time, one after another; of another
+conditional, the slowest branch counts.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsp.blocks import delta_net
+from jaxsp.model import flops
+from jaxsp.planning import hlo
+from jaxsp.planning.gpus import Ceilings
+from jaxsp.planning.hlo import Collective, Instruction, KernelCost, Program
+from jaxsp.training.specs import StepSpec
+
+MATMULS = "matrix products"
+MEMORY_BANDWIDTH = "memory bandwidth"
+ATTENTION = "attention"
+DELTA_NETS = "delta nets"
+EXPOSED_COLLECTIVES = "waiting for collectives"
+EXPOSED_HOST_COPIES = "waiting for copies from and to the host"
+CAUSES = (
+    *(MATMULS, MEMORY_BANDWIDTH, ATTENTION, DELTA_NETS),
+    *(EXPOSED_COLLECTIVES, EXPOSED_HOST_COPIES),
+)
+"""Causes of a step's time; their seconds add up to it."""
+
+HIDDEN_COLLECTIVES = "collectives that overlap kernels"
+HIDDEN_HOST_COPIES = "host copies that overlap kernels"
+
+LIKELY_RANGE = (1.0, 1.3)
+"""Likely range of a measured step's time over its estimate.
+
+Published runs of other systems with cuDNN's attention took 0.98 to 1.13 times the estimate. One on
+H100s limited to 500 W, with another kernel, took 1.45 times (scripts/bench/LOG.md).
+"""
+
+_IN_DELTA_NET = re.compile(rf"\b{delta_net.SCOPE}\)*/")
+"""Part of the names of a delta net's operations, also of those that JAX derives from them."""
+
+_TERA = 1e12
+_GIGA = 1e9
+_MICRO = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeEstimate:
+    """Work and time of a step on each device."""
+
+    hardware_flops: float
+    """Operations of the compiled program, with recomputation; attention's backward pass as in
+    flash attention."""
+    host_copy_bytes: tuple[float, float]
+    """Bytes from and to host memory."""
+    seconds: Mapping[str, float]
+    """Time by cause. CAUSES add up to step_s; HIDDEN_COLLECTIVES and HIDDEN_HOST_COPIES are not
+    part of it."""
+    step_s: float
+    transfer_seconds: Mapping[int, tuple[float, float]]
+    """Seconds of all runs of each collective and host copy, and those that no kernel overlaps, by
+    the line number where it begins."""
+
+    @property
+    def bottleneck(self) -> str:
+        """Cause that takes most of the time."""
+        return max(CAUSES, key=lambda cause: self.seconds[cause])
+
+    def sum_transfers(self, lines: Iterable[int]) -> tuple[float, float]:
+        """Seconds of the transfers that begin in these lines, and those not overlapped."""
+        totals = [self.transfer_seconds[line] for line in lines]
+        return sum((total for total, _ in totals), 0.0), sum((waited for _, waited in totals), 0.0)
+
+
+def make_segment_lengths(*, rows: int, row_tokens: int, document_tokens: int) -> np.ndarray:
+    """Segment lengths of rows that are full of equal documents; the last one of a row is cut."""
+    lengths = np.full(-(-row_tokens // document_tokens), document_tokens)
+    lengths[-1] = row_tokens - lengths[:-1].sum()
+    return np.tile(lengths, rows)
+
+
+def estimate_step(
+    spec: StepSpec,
+    text: str,
+    *,
+    ceilings: Ceilings,
+    node_devices: int,
+    segment_lengths: np.ndarray,
+) -> TimeEstimate | None:
+    """Estimates a step over segments of these lengths, on nodes of `node_devices` devices.
+
+    None if the dtype is not bfloat16 or XLA compiles the kernel: the published rates are for cuDNN.
+
+    Args: text: of the compiled step.
+    """
+    prefix = spec.attention.kernel.custom_call_prefix
+    if not prefix or spec.dtype != jnp.bfloat16:
+        return None
+    compiled = hlo.parse(text)
+    kernels = hlo.read_kernel_costs(text)
+    sends = {
+        collective.begin_line: _schedule_collective(collective, ceilings, node_devices)
+        for collective in hlo.parse_collectives(text)
+    }
+    copies = {
+        kernel.begin_line: _schedule_host_copy(kernel, ceilings)
+        for kernel in kernels
+        if kernel.bytes_from_host or kernel.bytes_to_host
+    }
+    on_device = [kernel for kernel in kernels if kernel.begin_line not in copies]
+    kernel_s = {
+        kernel.line_number: max(
+            kernel.flops / (kernel.efficiency * ceilings.matmul_tflops * _TERA),
+            kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
+        )
+        for kernel in on_device
+    }
+    forward_flops = flops.attention_flops(spec.model, segment_lengths) / spec.mesh.size
+    # five products instead of two: the scores again, and both gradients of both products
+    operations = [forward_flops, 2.5 * forward_flops]
+    if not spec.remat_policy.is_attention_saved:
+        operations[0] *= 2 + spec.remat_policy.num_extra_passes(spec.model.num_layers)
+    if spec.scores_pairs_first:
+        operations[0] += forward_flops
+    attention_s = _estimate_attention_s(compiled, prefix, operations, ceilings)
+    timeline = simulate(compiled, kernel_s | attention_s, sends | copies)
+    lines: dict[str, list[int]] = {MATMULS: [], MEMORY_BANDWIDTH: [], DELTA_NETS: []}
+    for kernel in on_device:
+        cause = MATMULS if kernel.flops else MEMORY_BANDWIDTH
+        if _IN_DELTA_NET.search(kernel.op_name):
+            cause = DELTA_NETS
+        lines[cause].append(kernel.line_number)
+    lines[ATTENTION] = [*attention_s]
+
+    def sum_runs(field: str) -> float:
+        return sum((kernel.num_runs * getattr(kernel, field) for kernel in kernels), start=0.0)
+
+    estimate = TimeEstimate(
+        hardware_flops=sum_runs("flops") + sum(operations),
+        host_copy_bytes=(sum_runs("bytes_from_host"), sum_runs("bytes_to_host")),
+        seconds={
+            cause: sum((timeline.kernel_seconds[line] for line in of_cause), start=0.0)
+            for cause, of_cause in lines.items()
+        },
+        step_s=timeline.seconds,
+        transfer_seconds={
+            line: (transfer.seconds * timeline.num_runs[line], timeline.exposed_s[line])
+            for line, transfer in (sends | copies).items()
+        },
+    )
+    collectives_s, exposed_collectives_s = estimate.sum_transfers(sends)
+    copies_s, exposed_copies_s = estimate.sum_transfers(copies)
+    transfers = {
+        EXPOSED_COLLECTIVES: exposed_collectives_s,
+        EXPOSED_HOST_COPIES: exposed_copies_s,
+        HIDDEN_COLLECTIVES: collectives_s - exposed_collectives_s,
+        HIDDEN_HOST_COPIES: copies_s - exposed_copies_s,
+    }
+    return dataclasses.replace(estimate, seconds={**estimate.seconds, **transfers})
+
+
+def _estimate_attention_s(
+    compiled: Program, call_prefix: str, operations: Iterable[float], ceilings: Ceilings
+) -> dict[int, float]:
+    """Seconds of one run of each cuDNN call, by line number, assuming equal times for all calls of
+    a direction.
+
+    Args: operations: of all forward and all backward calls.
+    """
+    target = re.compile(re.escape(call_prefix))
+    runs = hlo.count_runs(compiled, lambda line: line.calls(target), include_branches=True)
+    seconds: dict[int, float] = {}
+    rates = (ceilings.attention_forward_tflops, ceilings.attention_backward_tflops)
+    for is_backward, num_operations, rate in zip((False, True), operations, rates, strict=True):
+        calls = {
+            line.line_number: num_runs
+            for line, num_runs in runs
+            if ("Backward" in line.attributes) == is_backward
+        }
+        seconds |= {line: num_operations / (rate * _TERA) / sum(calls.values()) for line in calls}
+    return seconds
+
+
+# Schedule
+
+
+class ScheduledTransfer(NamedTuple):
+    """Place and duration of a collective or host copy in a program."""
+
+    stream: str
+    """Transfers of one stream run one after another."""
+    seconds: float
+    """Duration of one run if nothing else runs."""
+    begin_line: int
+    """Line number of the instruction that starts it."""
+    end_line: int
+    """Line number of the instruction that waits for it; `begin_line` if it blocks the compute
+    stream."""
+
+
+def _schedule_collective(
+    collective: Collective, ceilings: Ceilings, node_devices: int
+) -> ScheduledTransfer:
+    """Schedules a collective on the stream of those that share its links: all inside a node, or
+    all between nodes.
+
+    It takes as long as its busiest device inside a node (NVLink) or its busiest network card, and
+    the latency of its hops: see `attention/strategies/nodes.py`.
+    """
+    load = collective.find_load(node_devices)
+    seconds = sum(collective.bytes_by_dtype.values()) * max(
+        load.link / (ceilings.link_gb_s * _GIGA), load.network / (ceilings.network_gb_s * _GIGA)
+    )
+    if seconds:
+        seconds += load.link_hops * ceilings.link_hop_us * _MICRO
+        seconds += load.network_hops * ceilings.network_hop_us * _MICRO
+    stream = "network" if load.network else "links"
+    return ScheduledTransfer(stream, seconds, collective.begin_line, collective.end_line)
+
+
+def _schedule_host_copy(kernel: KernelCost, ceilings: Ceilings) -> ScheduledTransfer:
+    """Schedules a copy on the stream of its direction."""
+    num_bytes = max(kernel.bytes_from_host, kernel.bytes_to_host)
+    stream = "to host" if kernel.bytes_to_host == num_bytes else "from host"
+    seconds = num_bytes / (ceilings.host_gb_s * _GIGA)
+    return ScheduledTransfer(stream, seconds, kernel.begin_line, kernel.end_line)
+
+
+def simulate(
+    compiled: Program,
+    kernel_seconds: Mapping[int, float],
+    transfers: Mapping[int, ScheduledTransfer],
+) -> "Timeline":
+    """Simulates a program.
+
+    Args:
+        kernel_seconds: seconds of one run of each kernel, by line number.
+        transfers: collectives and host copies, by the line number where they begin.
+    """
+    timeline = Timeline(compiled, kernel_seconds, transfers)
+    timeline.run(compiled.entry, runs=1)
+    return timeline
+
+
+class _TransferRun(NamedTuple):
+    """One run of a transfer. Times are in seconds from the beginning of the program."""
+
+    begin_line: int
+    begin_s: float
+    end_s: float
+
+
+class Timeline:
+    """Clocks of all streams, in seconds from the beginning of the program, and sums over all
+    runs."""
+
+    def __init__(
+        self,
+        compiled: Program,
+        kernels: Mapping[int, float],
+        transfers: Mapping[int, ScheduledTransfer],
+    ):
+        self._program = compiled
+        self._kernels = kernels
+        self._transfers = transfers
+        self._transfers_by_end_line: dict[int, list[ScheduledTransfer]] = {}
+        for transfer in transfers.values():
+            self._transfers_by_end_line.setdefault(transfer.end_line, []).append(transfer)
+        self._compute_free_s = 0.0
+        """Time when the compute stream is free."""
+        self._queues: dict[str, list[_TransferRun]] = collections.defaultdict(list)
+        """Runs of each other stream, in order, except those that have ended."""
+        self.kernel_seconds: dict[int, float] = collections.defaultdict(float)
+        """Seconds of all runs of each kernel, by line number."""
+        self.exposed_s: dict[int, float] = collections.defaultdict(float)
+        """Seconds in which the compute stream waits while a transfer runs, by the line number where
+        it begins. At most the transfer's own seconds."""
+        self.num_runs: dict[int, float] = collections.defaultdict(float)
+        """Runs of each transfer, by the line number where it begins."""
+
+    @property
+    def seconds(self) -> float:
+        """Time when all streams are idle."""
+        ends = [run.end_s for queue in self._queues.values() for run in queue]
+        return max([self._compute_free_s, *ends])
+
+    def run(self, computation: str, *, runs: int, fraction: float = 1.0) -> None:
+        """Simulates a computation once, and counts it as `runs` executions.
+
+        Args: fraction: fraction of the runs in which it is executed. Its times are multiplied by
+            it, so that they are means.
+        """
+        for line in self._program.computations[computation].values():
+            transfer = self._transfers.get(line.line_number)
+            if transfer is not None:
+                queue = self._queues[transfer.stream]
+                begin = max([self._compute_free_s, *(run.end_s for run in queue)])
+                queue.append(
+                    _TransferRun(transfer.begin_line, begin, begin + fraction * transfer.seconds)
+                )
+                self.num_runs[transfer.begin_line] += runs * fraction
+            for ended in self._transfers_by_end_line.get(line.line_number, ()):
+                self._wait(ended, runs)
+            if transfer is not None:
+                continue
+            if (seconds := self._kernels.get(line.line_number)) is not None:
+                self._compute_free_s += seconds * fraction
+                self.kernel_seconds[line.line_number] += seconds * fraction * runs
+            if line.opcode == "while":
+                self._run_loop(line, runs, fraction)
+            elif kinds := hlo.find_kind_fractions(line):
+                for called, part in kinds.items():
+                    if part:
+                        self.run(called, runs=runs, fraction=fraction * part)
+            elif line.opcode == "conditional":
+                slowest = max(line.called_computations, key=self._simulate_branch)
+                self.run(slowest, runs=runs, fraction=fraction)
+            elif line.opcode in ("call", "async-start"):
+                for called in line.called_computations:
+                    self.run(called, runs=runs, fraction=fraction)
+
+    def _wait(self, ended: ScheduledTransfer, runs: int) -> None:
+        """Lets the compute stream wait for a transfer. Time in which an earlier one of its queue
+        still runs counts for that one."""
+        queue = self._queues[ended.stream]
+        ends = [run.end_s for run in queue if run.begin_line == ended.begin_line]
+        until = max([self._compute_free_s, *ends])
+        for run in queue:
+            waited = min(run.end_s, until) - max(run.begin_s, self._compute_free_s)
+            self.exposed_s[run.begin_line] += max(0.0, waited) * runs
+        self._compute_free_s = until
+        self._queues[ended.stream] = [run for run in queue if run.end_s > until]
+
+    def _run_loop(self, loop: Instruction, runs: int, fraction: float) -> None:
+        """Simulates two iterations, and repeats the second.
+
+        Transfers that began before the loop and end after it overlap all iterations, and keep their
+        times.
+        """
+        body = loop.find_computation("body")
+        num_trips = hlo.find_trip_count(loop, self._program)
+        if num_trips > 0:
+            self.run(body, runs=runs, fraction=fraction)
+        if num_trips < 2:
+            return
+        begin_s = self._compute_free_s
+        older = {run for queue in self._queues.values() for run in queue}
+        self.run(body, runs=runs * (num_trips - 1), fraction=fraction)
+        skipped_s = (num_trips - 2) * (self._compute_free_s - begin_s)
+        self._compute_free_s += skipped_s
+        for stream, queue in self._queues.items():
+            self._queues[stream] = [
+                run
+                if run in older
+                else run._replace(begin_s=run.begin_s + skipped_s, end_s=run.end_s + skipped_s)
+                for run in queue
+            ]
+
+    def _simulate_branch(self, computation: str) -> float:
+        """Seconds of the compute stream in a computation that starts with idle streams."""
+        branch = Timeline(self._program, self._kernels, self._transfers)
+        branch.run(computation, runs=1)
+        return branch._compute_free_s
