@@ -199,14 +199,11 @@ def describe(config: Config, *, has_eval_sets: bool, first_step: int) -> tuple[s
     """
     run = config.run
     profiled = config.logging.profile_steps
-    optional = {
-        "eval.jsonl": has_eval_sets,
-        "tasks.jsonl": config.eval.tasks,
-        "samples.jsonl": run.generate_samples,
-        "profile/": profiled is not None and profiled[0] > first_step,
-    }
     names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
-    names += [name for name, is_written in optional.items() if is_written]
+    names += ["eval.jsonl"] if has_eval_sets else []
+    names += ["tasks.jsonl"] if config.eval.tasks else []
+    names += ["samples.jsonl"] if run.generate_samples else []
+    names += ["profile/"] if profiled is not None and profiled[0] > first_step else []
     names += [f"{tracker.folder}/" for tracker in config.logging.trackers if tracker.folder]
     times = "at the end"
     if run.save_every == "epoch":

@@ -374,18 +374,16 @@ class Loop:
         Raises: NeedsAttentionError after steps that were not finite.
         """
         step = self._out.checkpoints.last_saved_step
-        if not self._log.can_continue:
-            raise NeedsAttentionError(self._log.describe_stop(saved_step=step))
-        is_complete = step >= self._run.spec.num_steps
         print_line = self._out.progress.print_line
-        if self._is_stopped_early and not is_complete:
-            print_line(f"stopped early after step {step}: {self._early_stopping.reason}")
-            if step == self._run.start.step:  # nothing to summarize
-                return
-        elif self._preemption.reason is not None and not is_complete:
+        if self.outcome == "failed":
+            raise NeedsAttentionError(self._log.describe_stop(saved_step=step))
+        if self.outcome == "stopped":
             reason = self._preemption.reason
             print_line(
                 f"stopped by {reason} after step {step}; the same command resumes from there"
             )
             return
-        output.print_pairs(console, self._log.summarize())
+        if self._is_stopped_early and step < self._run.spec.num_steps:
+            print_line(f"stopped early after step {step}: {self._early_stopping.reason}")
+        if step > self._run.start.step:
+            output.print_pairs(console, self._log.summarize())
