@@ -18,9 +18,7 @@ from jaxsp.evaluation.evaluator import EvalFields
 from jaxsp.evaluation.retrieval import TaskFields
 from jaxsp.generation.samples import SampleFields
 from jaxsp.run import config_file
-from jaxsp.run.metrics import StepFields
-from jaxsp.run.nonfinite import NonfiniteStep
-from jaxsp.run.starts import StartLine
+from jaxsp.run.metrics import NonfiniteStep, StartLine, StepFields
 from jaxsp.training.metric_table import METRICS
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"

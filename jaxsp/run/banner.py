@@ -16,7 +16,7 @@ from jaxsp.evaluation import retrieval
 from jaxsp.hf import context_range, multimodal
 from jaxsp.optimizers import optimizer
 from jaxsp.planning import descriptions
-from jaxsp.run import run_dir
+from jaxsp.run import run_directory
 from jaxsp.run.run import Run
 from jaxsp.sharding import sharding
 from jaxsp.system import device_mesh
@@ -54,7 +54,9 @@ def describe_run(run: Run) -> list[BannerEntry]:
         longest_document=int(run.train_set.documents.lengths.max()),
     )
     reference = config.model.source or "the random model of step 0"
-    output = run_dir.describe(config, has_eval_sets=bool(run.eval_sets), first_step=run.start.step)
+    output = run_directory.describe(
+        config, has_eval_sets=bool(run.eval_sets), first_step=run.start.step
+    )
     return [
         BannerEntry("training", _describe_steps(run)),
         BannerEntry(

@@ -43,20 +43,20 @@ class CheckpointSchedule:
         self._writer = writer
         self._config = config
         self._print_line = print_line
+        self.last_saved_step = first_step
+        """Step of the latest complete checkpoint; at first, the step that the run starts from."""
         self._saved_at = time.monotonic()
         self._from_step = first_step
+        """Step of the last attempt."""
         self._next_check_step = first_step + 1
-        self._failed: WriteOutcome | None = None
+        self._meta: CheckpointMeta | None = None
+        self._waited_s = 0.0
+        self._failure: str | None = None
         self._failed_at = 0.0
         self._upload_failure: str | None = None
         self._is_deferred = False
-        self._meta: CheckpointMeta | None = None
-        self._waited_s = 0.0
-        self._compile_s = 0.0
         self._retry_waits_s: list[float] | None = None
         """Seconds before each remaining attempt after the last step; None during training."""
-        self.last_saved_step = first_step
-        """Step of the latest complete checkpoint; at first, the step that the run starts from."""
 
     def poll(self) -> None:
         """Reports the end of a pending write. Called after every step."""
@@ -78,7 +78,10 @@ class CheckpointSchedule:
             return True
         if self._upload_failure is not None:
             return True  # the last one, before the run ends
-        if self._failed and broadcast_from_first(now - self._failed_at) >= self.RETRY_S:
+        if (
+            self._failure is not None
+            and broadcast_from_first(now - self._failed_at) >= self.RETRY_S
+        ):
             return True
         if self._config.save_interval is None:
             return evaluator.is_due(self._config.save_steps, step)
@@ -105,7 +108,6 @@ class CheckpointSchedule:
         self._from_step = meta.step
         self._next_check_step = meta.step + 1
         self._waited_s = self._saved_at - began
-        self._compile_s = self._writer.compile_s
         self._report_outcome(outcome, self._describe_next_attempt())
         return self._waited_s
 
@@ -116,18 +118,17 @@ class CheckpointSchedule:
         """
         if self._from_step < meta.step:
             self.save(state, meta, is_last=True)
-        if not self._retry_waits_s:
-            self._retry_waits_s = [*self.FINAL_RETRY_WAITS_S]
-        waits_s = self._retry_waits_s
-        self._report_outcome(self._writer.poll(wait=True), self._describe_next_attempt())
-        while self._failed is not None and waits_s:
+        waits_s = self._retry_waits_s = self._retry_waits_s or [*self.FINAL_RETRY_WAITS_S]
+        while True:
+            self._report_outcome(self._writer.poll(wait=True), self._describe_next_attempt())
+            if self._failure is None or not waits_s:
+                break
             time.sleep(waits_s.pop(0))
             self.save(state, self._meta or meta)  # the stored metadata has the evaluation's loss
-            self._report_outcome(self._writer.poll(wait=True), self._describe_next_attempt())
-        if self._failed is not None:
+        if self._failure is not None:
             raise NeedsAttentionError(
                 f"the checkpoint of the last step, {meta.step}, could not be written: "
-                f"{self._failed.failure}. {self._describe_latest()}. Free some disk space, and run "
+                f"{self._failure}. {self._describe_latest()}. Free some disk space, and run "
                 "the same command again."
             )
         if self._upload_failure is not None:
@@ -137,33 +138,31 @@ class CheckpointSchedule:
         """Prints the outcome of a write. Args: next_attempt: time of the retry; empty: now."""
         if outcome is None:
             return
+        was_failing = self._failure is not None
+        self._failure = outcome.failure
         if outcome.failure is not None:
-            self._failed = outcome
             self._failed_at = time.monotonic()
             self._print_line(
                 f"checkpoint {outcome.step} COULD NOT BE WRITTEN: {outcome.failure}. "
                 f"{self._describe_latest()}{next_attempt}"
             )
             return
-        if self._failed is not None:
+        if was_failing:
             self._print_line(f"checkpoint {outcome.step} is written, after a failed attempt")
-        self._failed = None
         self.last_saved_step = outcome.step
         if self._upload_failure is not None:
             raise NeedsAttentionError(self._upload_failure)
         self._upload_failure = outcome.upload_failure
         text = f"training waited {durations.describe(round(self._waited_s, 1))}"
-        if self._compile_s >= 0.1:
-            compile_time = durations.describe(round(self._compile_s, 1))
-            text += f" ({compile_time} of it to compile the checksums)"
+        if (compile_s := self._writer.compile_s) >= 0.1:
+            text += f" ({durations.describe(round(compile_s, 1))} of it to compile the checksums)"
         self._print_line(f"step {outcome.step}  checkpoint: {text}")
 
     def _describe_next_attempt(self) -> str:
         if self._retry_waits_s is None:
             return f". Training continues; the next attempt is in at most {self.RETRY_S:g} s"
-        return "".join(
-            f". The next attempt is in {wait_s:g} s" for wait_s in self._retry_waits_s[:1]
-        )
+        waits_s = self._retry_waits_s[:1]
+        return "".join(f". The next attempt is in {wait_s:g} s" for wait_s in waits_s)
 
     def _describe_latest(self) -> str:
         if steps := self._writer.steps:

@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint.reader import EarlyStoppingState
+from jaxsp.core.units import format_count
 from jaxsp.run.run_config import RunConfig
 
 
@@ -31,21 +32,18 @@ class EarlyStopping:
         *,
         resumed_state: EarlyStoppingState | None = None,
     ):
-        self._patience = config.early_stopping_patience
-        self._min_delta = config.early_stopping_min_delta
+        self._config = config
         self.state: EarlyStoppingState | None = None
         """State for a checkpoint; None without early stopping."""
-        if self._patience is None:
+        if config.early_stopping_patience is None:
             return
         assert eval_set is not None, "the config requires an eval set"
-        state = EarlyStoppingState(
+        self.state = EarlyStoppingState(
             data=eval_set["name"], digest=eval_set["digest"], metric=config.early_stopping_metric
         )
-        self.state = state
-        if resumed_state is not None:
-            resumed_state = dataclasses.replace(resumed_state, data=state.data)
-            identity = (resumed_state.digest, resumed_state.metric)
-            self.state = resumed_state if identity == (state.digest, state.metric) else state
+        identity = (self.state.digest, self.state.metric)
+        if resumed_state is not None and identity == (resumed_state.digest, resumed_state.metric):
+            self.state = dataclasses.replace(resumed_state, data=self.state.data)
 
     def expect_evaluation(self) -> None:
         """Marks the next evaluation as one that counts."""
@@ -54,40 +52,39 @@ class EarlyStopping:
 
     def record(self, step: int, lines: Mapping[str, Mapping[str, Any]]) -> None:
         """Records an evaluation if it counts. Args: lines: of eval.jsonl, by eval set."""
-        if self.state is None or not self.state.is_due:
+        state = self.state
+        if state is None or not state.is_due:
             return
-        value = lines[self.state.data].get(self.state.metric)
-        changes: dict[str, Any] = {"num_since_best": self.state.num_since_best + 1}
-        if value is not None and self._is_better(value, self.state):
+        value = lines[state.data].get(state.metric)
+        best = state.best_value
+        sign = -1 if state.metric == "loss" else 1
+        min_delta = self._config.early_stopping_min_delta
+        changes: dict[str, Any] = {"num_since_best": state.num_since_best + 1}
+        if value is not None and (best is None or sign * (value - best) > min_delta):
             changes = {"best_value": value, "best_step": step, "num_since_best": 0}
-        self.state = dataclasses.replace(self.state, is_due=False, **changes)
-
-    def _is_better(self, value: float, state: EarlyStoppingState) -> bool:
-        """True if a value is an improvement."""
-        if state.best_value is None:
-            return True
-        gain = state.best_value - value if state.metric == "loss" else value - state.best_value
-        return gain > self._min_delta
+        self.state = dataclasses.replace(state, is_due=False, **changes)
 
     def should_stop(self) -> bool:
         """True if the run must stop. Process 0 decides; all processes must call this together."""
-        if self.state is None or self._patience is None:
+        patience = self._config.early_stopping_patience
+        if self.state is None or patience is None:
             return False
-        is_over = np.int32(self.state.num_since_best >= self._patience)
+        is_over = np.int32(self.state.num_since_best >= patience)
         return bool(multihost_utils.broadcast_one_to_all(is_over))
 
     @property
     def reason(self) -> str:
         """Reason for the stop."""
-        assert self.state is not None, "only after should_stop"
-        name = self.state.metric.replace("_", " ")
+        state = self.state
+        assert state is not None, "only after should_stop"
+        name = state.metric.replace("_", " ")
         best = f"no {name} was finite"
-        if self.state.best_value is not None:
-            best = f"the best was {self.state.best_value:.4f} at step {self.state.best_step}"
-        margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
-        evaluations = "evaluation" if self.state.num_since_best == 1 else "evaluations"
+        if state.best_value is not None:
+            best = f"the best was {state.best_value:.4f} at step {state.best_step}"
+        min_delta = self._config.early_stopping_min_delta
+        margin = f" by more than {min_delta:g}" if min_delta else ""
+        evaluations = format_count(state.num_since_best, "evaluation")
         return (
-            f"the {name} on {self.state.data} has not improved{margin} for "
-            f"{self.state.num_since_best} {evaluations} "
-            f"(run.early_stopping_patience = {self._patience}); {best}"
+            f"the {name} on {state.data} has not improved{margin} for {evaluations} "
+            f"(run.early_stopping_patience = {self._config.early_stopping_patience}); {best}"
         )

@@ -1,13 +1,13 @@
-"""Numbers of steps and evaluations: metrics.jsonl, eval.jsonl, tasks.jsonl, and the trackers."""
+"""Lines of a run's files, such as metrics.jsonl, and their writer."""
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from jaxsp.core import units
-from jaxsp.run.tracking import Trackers
 from jaxsp.system import jsonl
 from jaxsp.system.jsonl import AppendFile
 from jaxsp.training.metric_table import Line
@@ -17,6 +17,7 @@ EVAL_FILE = "eval.jsonl"
 TASKS_FILE = "tasks.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HARNESS_FILE = "lm_eval.jsonl"
+STARTS_FILE = "starts.jsonl"
 NEEDLE_PLOT = "needle.png"
 NONFINITE_FILE = "nonfinite_steps.jsonl"
 
@@ -73,12 +74,82 @@ class StepFields:
     """Highest memory use of any device of this process so far, in GiB. null on CPUs."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NonfiniteStep:
+    """One line of nonfinite_steps.jsonl: a step whose loss or gradient norm was not finite."""
+
+    step: int
+    """Number of steps so far, including this one."""
+    loss: float | str
+    """Mean loss. nan, inf and -inf are text, because JSON has no such numbers."""
+    grad_norm: float | str
+    """Global norm of the gradient before clipping, as for loss."""
+    learning_rate: float
+    """Learning rate of this update, which was not applied."""
+    rows: list[int]
+    """Indices of the step's rows in the sequence of rows, from 0."""
+    documents: list[dict[str, Any]]
+    """All segments of these rows. Each has row (index of its row, as in rows), source (name),
+    record_index (index of the record in its source, from 0), location (file, and line or row),
+    first_token (offset of the segment in its document) and tokens (length of the segment)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartLine:
+    """One line of starts.jsonl: one start of a run, new or resumed. Lines are never removed."""
+
+    time: str
+    """Time of the start, in ISO 8601 with the offset from UTC."""
+    host: str
+    """Name of the node of process 0."""
+    from_step: int
+    """Number of steps before the start; 0 for a new run."""
+    previous_step: int | None
+    """Step of the last line of metrics.jsonl before the start. Steps after from_step are repeated.
+    null if there was no line."""
+    checkpoint: str | None
+    """Checkpoint that the run resumed from; null for a new run."""
+    config_changes: list[str]
+    """Config fields that differ from those of the checkpoint, with both values."""
+    num_steps: int
+    """Number of steps of the whole run."""
+    num_parameters: int
+    """Number of the model's parameters."""
+    num_devices: int
+    """Number of devices of the mesh."""
+    device_kind: str
+    """Name of the devices, as JAX reports it."""
+    num_processes: int
+    """Number of processes."""
+    mesh: dict[str, int]
+    """Size of each mesh axis, by name."""
+    strategy: str
+    """Attention strategy that was chosen, with its degrees. Empty if no devices share rows."""
+    kernel: str
+    """Attention kernel that was chosen."""
+    jaxsp_version: str | None
+    """Version of jaxsp; null if it is not installed as a package."""
+    jax_version: str
+    """Version of JAX."""
+    python_version: str
+    """Version of Python."""
+    compile_s: float
+    """Seconds to compile the step."""
+    memory: dict[str, Any]
+    """Memory of the compiled step: remat (chosen memory.remat), device and host (bytes per device,
+    by cause) and device_available (bytes that the step may use on a device, or null). Weights,
+    optimizer state and totals are exact; gradients and saved activations are formulas; other
+    temporaries are the rest. host is empty if nothing is offloaded."""
+
+
 class MetricsWriter:
-    """Appends lines to the files of numbers, and gives the numbers to the trackers.
+    """Appends lines to the files of numbers.
 
     A line can be read as soon as it is written. Existing lines of steps after `from_step` are
     removed: the run repeats those steps. Damaged lines are set aside. Process 0 writes; the others
     ignore every call.
+
+    Args: receivers: called with each line of TRACKED_FILES after it is written.
     """
 
     def __init__(
@@ -86,19 +157,16 @@ class MetricsWriter:
         directory: pathlib.Path,
         *,
         from_step: int,
-        trackers: Trackers | None = None,
-        on_line: Callable[[Line], None] | None = None,
+        receivers: Sequence[Callable[[Line], None]] = (),
     ):
-        self._on_line = on_line
         self._directory = directory
+        self._receivers = receivers
         self._files: dict[str, AppendFile] = {}
-        self._trackers = trackers
         if jax.process_index() > 0:
             return
         for name in (*TRACKED_FILES, SAMPLES_FILE, NONFINITE_FILE):
-            jsonl.truncate_after(
-                directory / name, from_step, has_regular_steps=name == METRICS_FILE
-            )
+            is_regular = name == METRICS_FILE
+            jsonl.truncate_after(directory / name, from_step, has_regular_steps=is_regular)
         for name in (METRICS_FILE, EVAL_FILE):
             self._files[name] = AppendFile(directory / name)
 
@@ -114,10 +182,6 @@ class MetricsWriter:
         for file in self._files.values():
             file.sync()
 
-    def write_step(self, line: Line) -> None:
-        """Writes the line of a training step."""
-        self.write(METRICS_FILE, line)
-
     def write(self, file_name: str, line: Line) -> None:
         """Writes a line of any of the files. The first one creates the file."""
         if jax.process_index() > 0:
@@ -125,10 +189,8 @@ class MetricsWriter:
         if file_name not in self._files:
             self._files[file_name] = AppendFile(self._directory / file_name)
         self._files[file_name].add(jsonl.to_line(line))
-        if self._trackers is not None and file_name in TRACKED_FILES:
-            self._trackers.log(line)
-        if self._on_line is not None and file_name in TRACKED_FILES:
-            self._on_line(line)
+        for receive in self._receivers if file_name in TRACKED_FILES else ():
+            receive(dict(line))
 
 
 def peak_gib(devices: list[jax.Device]) -> float | None:

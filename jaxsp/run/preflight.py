@@ -21,7 +21,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
 from jaxsp.planning import descriptions, fit
 from jaxsp.planning.descriptions import StepMemory
-from jaxsp.run import checkpoint_schedule, resume, run_dir, selfcheck
+from jaxsp.run import checkpoint_schedule, resume, selfcheck
 from jaxsp.run import console as output
 from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.run import Run
@@ -107,7 +107,7 @@ def finish_run(run: Run) -> None:
 
     It does nothing for a run that was to resume from a checkpoint of another run.
     """
-    if run.is_resume and run_dir.is_writer(run.directory):
+    if run.is_resume and run.config.run.is_writer:
         checkpoints = run.directory / run_paths.CHECKPOINTS_DIR
         try:
             retention.remove_unfinished(checkpoints)

@@ -29,8 +29,7 @@ class Progress:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("steps", total=num_steps, completed=first_step, numbers="")
-        self._began = time.perf_counter()
-        self._printed = self._began
+        self._began = self._printed = time.perf_counter()
         self._first_step_end: float | None = None
         """End of the first step. It and everything before it take longer than later steps."""
 
@@ -52,33 +51,27 @@ class Progress:
         else:
             left_s = (now - self._first_step_end) / (num_done - 1) * num_left
             time_left = [f"left {durations.describe(left_s)}"]
-        speed = f"{line['tokens_per_s']:,.0f} tokens/s"
-        numbers = [
-            f"loss {_format_number(line['loss'], '.4f')}",
-            f"lr {line['learning_rate']:.3g}",
-        ]
+        numbers = [f"loss {_format_number(line['loss'], '.4f')}"]
         if "reward_accuracy" in line:
-            accuracy = _format_number(line["reward_accuracy"], ".3f")
-            numbers.insert(1, f"reward accuracy {accuracy}")
-        bar_numbers = [*numbers, speed]
-        if line["device_peak_gib"] is not None:
-            bar_numbers.append(f"peak {line['device_peak_gib']:.1f} GiB")
-        self._bar.update(
-            self._task, completed=line["step"], numbers="  ".join([*bar_numbers, *time_left])
-        )
-        is_due = now - self._printed > self.SECONDS_BETWEEN_LINES or num_done == 1 or num_left == 0
-        if self._console.is_terminal or not is_due:
-            return
-        self._printed = now
-        parts = [
-            f"step {line['step']}/{self._num_steps}",
-            *numbers,
-            f"grad norm {_format_number(line['grad_norm'], '.3g')}",
-            speed,
-            f"elapsed {durations.describe(now - self._began)}",
-            *time_left,
-        ]
-        self.print_line("  ".join(parts))
+            numbers.append(f"reward accuracy {_format_number(line['reward_accuracy'], '.3f')}")
+        numbers.append(f"lr {line['learning_rate']:.3g}")
+        speed = f"{line['tokens_per_s']:,.0f} tokens/s"
+        if self._console.is_terminal:
+            peak_gib = line["device_peak_gib"]
+            peak = [] if peak_gib is None else [f"peak {peak_gib:.1f} GiB"]
+            text = "  ".join([*numbers, speed, *peak, *time_left])
+            self._bar.update(self._task, completed=line["step"], numbers=text)
+        elif now - self._printed > self.SECONDS_BETWEEN_LINES or num_done == 1 or num_left == 0:
+            self._printed = now
+            parts = [
+                f"step {line['step']}/{self._num_steps}",
+                *numbers,
+                f"grad norm {_format_number(line['grad_norm'], '.3g')}",
+                speed,
+                f"elapsed {durations.describe(now - self._began)}",
+                *time_left,
+            ]
+            self.print_line("  ".join(parts))
 
     def print_line(self, text: str) -> None:
         """Prints a line: above the bar on a terminal, otherwise after the time of day."""

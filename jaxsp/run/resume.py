@@ -21,7 +21,7 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
-from jaxsp.run import config_changes, config_file, run_dir
+from jaxsp.run import config_changes, config_file
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
@@ -156,7 +156,7 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     """
     problem = f"{damage.path} IS DAMAGED: {damage.reason}."
     if run_paths.find_run_dir(damage.path) == run.local_dir.resolve():
-        moved = set_aside(damage.path)
+        moved = set_aside(damage.path, is_writer=run.is_writer)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
     with at("run.resume", run.resume):
         source = run_storage.make_local(run.resume)
@@ -165,10 +165,10 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     return f"{problem} It was not moved; the run resumes from the checkpoint before it."
 
 
-def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
+def set_aside(checkpoint: pathlib.Path, *, is_writer: bool) -> pathlib.Path:
     """Moves a damaged checkpoint to the run's damaged/ folder, and returns its new path.
 
-    All processes must call this together.
+    All processes must call this together. Args: is_writer: see `RunConfig.is_writer`.
     """
     folder = checkpoint.parent.parent / run_paths.DAMAGED_DIR
     target = folder / checkpoint.name
@@ -176,7 +176,7 @@ def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
     while target.exists():
         target = folder / f"{checkpoint.name}-{next(numbers)}"
     multihost_utils.sync_global_devices("all have chosen the same target")
-    if run_dir.is_writer(checkpoint):
+    if is_writer:
         folder.mkdir(exist_ok=True)
         checkpoint.rename(target)
     multihost_utils.sync_global_devices("the checkpoint is moved")

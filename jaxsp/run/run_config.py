@@ -185,6 +185,16 @@ class RunConfig(ConfigSection):
         return parent / f"{run_paths.name_local(self.directory)}{f'-{index}' if index else ''}"
 
     @property
+    def is_writer(self) -> bool:
+        """True if this process makes folders and writes metadata in the run directory.
+
+        It is process 0, or each in its own copy if directory is a URL.
+        """
+        import jax
+
+        return jax.process_index() == 0 or urls.is_url(self.directory)
+
+    @property
     def save_steps(self) -> int | None:
         """Steps between two checkpoints, if save_every is a number of steps."""
         return self.save_every if isinstance(self.save_every, int) else None

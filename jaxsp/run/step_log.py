@@ -1,8 +1,9 @@
-"""Records each step after it ends: metrics.jsonl, progress, totals, and non-finite steps."""
+"""Records each step after it ends: its line, progress, totals, and non-finite steps."""
 
 import collections
 import contextlib
 import dataclasses
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -11,14 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsp.core import durations, urls
+from jaxsp.core.batch import Batch
+from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import StepCounts
 from jaxsp.evaluation import evaluator
 from jaxsp.model import flops
 from jaxsp.run import metrics
-from jaxsp.run.metrics import MetricsWriter, StepFields
-from jaxsp.run.nonfinite import NonfiniteTracker
-from jaxsp.run.progress import Progress
+from jaxsp.run.metrics import NonfiniteStep, StepFields
 from jaxsp.run.run import Run
+from jaxsp.run.run_directory import RunDirectory
 from jaxsp.system.run_status import RunStatus
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Line
@@ -31,47 +34,40 @@ _SEEN_TOGETHER = 0.1
 """Two ends count as seen together if the second follows within this fraction of the time of both
 steps."""
 
+Step = tuple[Batch, StepCounts]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass
 class DispatchedStep:
-    """A step that the devices are running."""
+    """A step that the devices are running. Times are those of time.perf_counter.
+
+    A thread waits for its results, because the loop may read them only after the next step's end.
+    """
 
     results: StepResults
     counts: StepCounts
     batch_requested_at: float
-    """Time at which the loop requested the step's batch (time.perf_counter)."""
     batch_ready_at: float
-    """Time at which the batch was ready (time.perf_counter)."""
-    end_time: "EndTime"
 
-
-class EndTime:
-    """Time at which the results of a step were ready.
-
-    A thread waits for them, because the loop may read them only after the next step has ended.
-    """
-
-    def __init__(self, results: Any):
-        self._results = results
-        self._time = 0.0
-        self._thread = threading.Thread(target=self._wait, args=(results,), daemon=True)
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
 
-    def _wait(self, results: Any) -> None:
+    def _wait(self) -> None:
         # The loop raises the same error when it reads the results
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.block_until_ready(results)
-        self._time = time.perf_counter()
+            jax.block_until_ready(self.results)
+        self._ended_at = time.perf_counter()
 
-    def get(self) -> float:
-        """Waits for the results, and returns the time (time.perf_counter)."""
+    def wait_for_end(self) -> float:
+        """Waits for the results, and returns the time at which they were ready."""
         self._thread.join()
-        return self._time
+        return self._ended_at
 
     @property
     def is_over(self) -> bool:
         """True if the results are ready; the thread may not have noticed it yet."""
-        return all(array.is_ready() for array in jax.tree.leaves(self._results))
+        return all(array.is_ready() for array in jax.tree.leaves(self.results))
 
 
 def split_time(began: float, ended: float, *, next_ended: float) -> float:
@@ -90,60 +86,49 @@ def split_time(began: float, ended: float, *, next_ended: float) -> float:
 class StepLog:
     """Turns finished steps into lines of metrics.jsonl and into progress."""
 
-    def __init__(
-        self,
-        run: Run,
-        writer: MetricsWriter,
-        progress: Progress,
-        status: RunStatus,
-    ):
+    def __init__(self, run: Run, out: RunDirectory, status: RunStatus):
         self._run = run
-        self._writer = writer
-        self._progress = progress
+        self._out = out
         self._status = status
-        self._began = time.perf_counter()
-        self._ended = self._began
-        self._batch_requested_at = self._began
-        self._batch_ready_at = self._began
+        self.loader = run.train_set.make_loader(run.schedule, run.spec.placement)
+        self._began = self._ended = time.perf_counter()
+        self._batch_requested_at = self._batch_ready_at = self._began
         self._previous_step: DispatchedStep | None = None
         self._num_finished = run.start.step
-        self._num_tokens = run.start.num_tokens
-        self._source_names = [source.name for source in run.train_set.documents.sources]
         self._checkpoint_wait_s = 0.0
-        self.steps_s = 0.0
+        self._steps_s = 0.0
         """Seconds of the recorded steps, without evaluations, checkpoints and compilations."""
-        self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
-        self.nonfinite = NonfiniteTracker(run.config.run, writer)
-        self.first_line: Line = {}
-        """Line of the first recorded step; empty before it."""
-        self.last_line: Line = {}
+        self._recent_losses: collections.deque[float] = collections.deque(maxlen=20)
+        config = run.config.run
+        self._max_nonfinite = config.max_nonfinite_steps if config.on_nonfinite == "skip" else 0
+        self._nonfinite_steps: list[int] = []
+        self._peak_tflops = flops.peak_tflops(run.spec.mesh.devices.flat[0].device_kind)
+        self._first_loss: float | None = None
+        self.num_tokens = run.start.num_tokens
+        """Number of tokens in the recorded steps since step 0."""
 
     @property
     def can_continue(self) -> bool:
         """True unless the run has too many non-finite steps."""
-        return not self.nonfinite.is_over_limit
+        return len(self._nonfinite_steps) <= self._max_nonfinite
 
     @property
-    def elapsed_s(self) -> float:
-        """Seconds from the start of training to the end of the last recorded step."""
-        return self._ended - self._began
+    def num_steps(self) -> int:
+        """Number of recorded steps since step 0."""
+        assert self._previous_step is None, "the tokens of the running step are not counted yet"
+        return self._num_finished
 
-    @contextlib.contextmanager
-    def measure_batch_wait(self) -> Iterator[None]:
-        """Measures the time until the next batch is ready."""
+    def read_batch(self, rows: Iterator[Step]) -> Step | None:
+        """Reads the next batch, and measures the time until it is ready; None after the last."""
         self._batch_requested_at = time.perf_counter()
-        yield
+        batch = next(rows, None)
         self._batch_ready_at = time.perf_counter()
+        return batch
 
     def record_dispatch(self, results: StepResults, counts: StepCounts) -> None:
         """Records that a step was dispatched, and the results of the step before it."""
-        dispatched = DispatchedStep(
-            results=results,
-            counts=counts,
-            batch_requested_at=self._batch_requested_at,
-            batch_ready_at=self._batch_ready_at,
-            end_time=EndTime(results),
-        )
+        times = (self._batch_requested_at, self._batch_ready_at)
+        dispatched = DispatchedStep(results, counts, *times)
         self.record_dispatched_step(following=dispatched)
         self._previous_step = dispatched
 
@@ -161,37 +146,30 @@ class StepLog:
         step = self._previous_step
         self._previous_step = None
         results = jax.device_get(step.results)
-        ended = step.end_time.get()
-        if following is not None and following.end_time.is_over:
-            ended = split_time(self._ended, ended, next_ended=following.end_time.get())
-        ended = max(ended, self._ended + 1e-6)
-        step_s = ended - self._ended
-        self.steps_s += step_s
+        began = self._ended
+        ended = step.wait_for_end()
+        if following is not None and following.is_over:
+            ended = split_time(began, ended, next_ended=following.wait_for_end())
+        self._ended = max(ended, began + 1e-6)
+        step_s = self._ended - began
         # Waiting for a batch costs nothing while the previous step still runs
-        wait_began = max(step.batch_requested_at, self._ended)
-        data_wait_s = max(0.0, step.batch_ready_at - wait_began)
-        self._ended = ended
+        data_wait_s = max(0.0, step.batch_ready_at - max(step.batch_requested_at, began))
+        self._steps_s += step_s
         self._num_finished += 1
         self._status.finished(self._num_finished, step_s)
-        self._num_tokens += int(results["num_tokens"])
+        self.num_tokens += int(results["num_tokens"])
         if not results["is_finite"]:
-            loader = self._run.train_set.make_loader(self._run.schedule, self._run.spec.placement)
-            step_index = self._num_finished - self._run.start.step - 1
-            self.nonfinite.record_step(self._num_finished, results, loader, step_index)
-            if self.can_continue:
-                self._progress.print_line(
-                    f"step {self._num_finished}  SKIPPED: the loss or the gradient norm is not "
-                    f"finite; its documents are in {metrics.NONFINITE_FILE}"
-                )
-        self.last_line = self._build_line(step, results, step_s=step_s, data_wait_s=data_wait_s)
-        self.first_line = self.first_line or self.last_line
-        if self.last_line["loss"] is not None:
-            self.recent_losses.append(self.last_line["loss"])
+            self._record_nonfinite(results)
+        line = self._build_line(step.counts, results, step_s=step_s, data_wait_s=data_wait_s)
+        if self._num_finished == self._run.start.step + 1:
+            self._first_loss = line["loss"]
+        if line["loss"] is not None:
+            self._recent_losses.append(line["loss"])
         is_due = evaluator.is_due(self._run.config.run.log_every, self._num_finished)
         if is_due or not results["is_finite"] or self._num_finished == self._run.spec.num_steps:
-            self._writer.write_step(self.last_line)
+            self._out.metrics.write(metrics.METRICS_FILE, line)
             self._checkpoint_wait_s = 0.0
-        self._progress.show_step(self.last_line)
+        self._out.progress.show_step(line)
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the time of the next one.
@@ -200,67 +178,118 @@ class StepLog:
         """
         if self._previous_step is None:
             self._ended = time.perf_counter()
-            if not self.first_line:  # the first evaluation is not part of the training time
+            if (
+                self._num_finished == self._run.start.step
+            ):  # the first evaluation is not part of the training time
                 self._began = self._ended
             self._status.waiting_for_step(self._num_finished)
 
-    @property
-    def num_steps(self) -> int:
-        """Number of recorded steps since step 0."""
-        assert self._previous_step is None, "the tokens of the running step are not counted yet"
-        return self._num_finished
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the recorded steps since step 0."""
-        return self._num_tokens
-
     def estimate_step_s(self, counts: StepCounts) -> float | None:
         """Upper estimate of a step's duration; None for devices of unknown speed."""
-        peak = self._peak_tflops
-        if peak is None:
+        if self._peak_tflops is None:
             return None
-        step_flops = self._count_flops(counts)
-        return step_flops / (SLOW_MFU * peak * 1e12 * self._run.spec.mesh.size)
+        rate = SLOW_MFU * self._peak_tflops * 1e12 * self._run.spec.mesh.size
+        return self._count_flops(counts) / rate
 
     def _count_flops(self, counts: StepCounts) -> float:
         return flops.step_flops(self._run.spec.model, counts.segment_lengths, self._run.spec.table)
 
-    @property
-    def _peak_tflops(self) -> float | None:
-        return flops.peak_tflops(self._run.spec.mesh.devices.flat[0].device_kind)
-
     def _build_line(
-        self, step: DispatchedStep, results: StepResults, *, step_s: float, data_wait_s: float
+        self, counts: StepCounts, results: StepResults, *, step_s: float, data_wait_s: float
     ) -> Line:
         config = self._run.spec.config
         mesh = self._run.spec.mesh
-        counts = step.counts
-        num_devices = mesh.devices.size
         num_tokens = int(results["num_tokens"])
-        tokens_per_s = num_tokens / step_s
         assert num_tokens == counts.segment_lengths.sum(), "the devices' count and the plan's"
-        num_slots = config.rows_per_step * config.row_tokens
-        tflops = self._count_flops(counts) / step_s / num_devices / 1e12
-        peak = self._peak_tflops
+        tflops = self._count_flops(counts) / step_s / mesh.size / 1e12
+        names = [source.name for source in self._run.train_set.documents.sources]
         fields = StepFields(
             step=self._num_finished,
             epoch=None if counts.epoch is None else counts.epoch + 1,
             grad_norm=float(results["grad_norm"]) if np.isfinite(results["grad_norm"]) else None,
             learning_rate=float(results["learning_rate"]),
-            num_tokens_total=self._num_tokens,
-            num_tokens_by_source=dict(
-                zip(self._source_names, counts.tokens_per_source, strict=True)
-            ),
-            padding_fraction=1 - num_tokens / num_slots,
+            num_tokens_total=self.num_tokens,
+            num_tokens_by_source=dict(zip(names, counts.tokens_per_source, strict=True)),
+            padding_fraction=1 - num_tokens / (config.rows_per_step * config.row_tokens),
             attention_imbalance=counts.imbalance,
             step_s=step_s,
             data_wait_s=data_wait_s,
             checkpoint_wait_s=self._checkpoint_wait_s or None,
-            tokens_per_s=tokens_per_s,
-            tokens_per_s_per_device=tokens_per_s / num_devices,
+            tokens_per_s=num_tokens / step_s,
+            tokens_per_s_per_device=num_tokens / step_s / mesh.size,
             tflops_per_device=tflops,
-            mfu=None if peak is None else tflops / peak,
+            mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             device_peak_gib=metrics.peak_gib(mesh.local_devices),
         )
         return metric_table.make_line(fields, results, is_finite=bool(results["is_finite"]))
+
+    def _record_nonfinite(self, results: StepResults) -> None:
+        """Records a step whose loss or gradient norm is not finite, with its documents."""
+        step = self._num_finished
+        self._nonfinite_steps.append(step)
+        if jax.process_index() == 0:  # finding the documents takes time
+            segments = self.loader.list_segments(step - self._run.start.step - 1)
+            line = NonfiniteStep(
+                step=step,
+                loss=_to_json_number(results["loss"]),
+                grad_norm=_to_json_number(results["grad_norm"]),
+                learning_rate=float(results["learning_rate"]),
+                rows=sorted({segment["row"] for segment in segments}),
+                documents=segments,
+            )
+            self._out.metrics.write(metrics.NONFINITE_FILE, dataclasses.asdict(line))
+        if self.can_continue:
+            self._out.progress.print_line(
+                f"step {step}  SKIPPED: the loss or the gradient norm is not finite; its documents "
+                f"are in {metrics.NONFINITE_FILE}"
+            )
+
+    def describe_stop(self, *, saved_step: int) -> str:
+        """Describes why too many non-finite steps ended the run, with suggestions.
+
+        Args: saved_step: step of the last checkpoint. One more step was already running when the
+            limit was exceeded.
+        """
+        config = self._run.config.run
+        reason = "the loss or the gradient norm is not finite"
+        suggestion = "run.on_nonfinite=skip to skip such steps"
+        if config.on_nonfinite == "skip":
+            reason += (
+                f", in more steps since the process started than run.max_nonfinite_steps = "
+                f"{self._max_nonfinite}"
+            )
+            suggestion = "a larger run.max_nonfinite_steps"
+        return (
+            f"step {self._nonfinite_steps[self._max_nonfinite]}: {reason}. The step changed no "
+            f"weight. Its documents are in {config.directory}/{metrics.NONFINITE_FILE}; the "
+            f"weights of step {saved_step} are in {config.directory}/checkpoints/{saved_step}. The "
+            f"same command continues after that step. Use a lower optimizer.learning_rate, more "
+            f"optimizer.warmup_steps, or {suggestion}."
+        )
+
+    def summarize(self) -> list[tuple[str, str]]:
+        """Returns the summary of a finished run, with the commands to run next."""
+        directory = self._run.config.run.directory
+        start = self._run.start
+        num_steps = format_count(self._num_finished - start.step, "step")
+        num_tokens = self.num_tokens - start.num_tokens
+        first_loss = "none" if self._first_loss is None else f"{self._first_loss:.4f}"
+        losses = self._recent_losses
+        mean_loss = f"{statistics.mean(losses):.4f}" if losses else "none"
+        recent_steps = format_count(len(losses), "step")
+        duration = durations.describe(self._ended - self._began)
+        out = "hf" if urls.is_url(directory) else f"{directory}/hf"
+        evaluate = [f"eval {directory}"] if self._run.eval_sets else []
+        commands = [f"report {directory}", *evaluate, f"export {directory} {out}"]
+        loss = f"{first_loss} at step {start.step + 1}, mean of the last {recent_steps} {mean_loss}"
+        return [
+            ("trained", f"{num_steps}, {format_count(num_tokens, 'token')} in {duration}"),
+            ("loss", loss),
+            ("speed", f"{num_tokens / self._steps_s:,.0f} tokens/s, mean of the steps"),
+            ("output", f"{directory}/metrics.jsonl, {directory}/checkpoints/{self._num_finished}"),
+            *zip(("next", "", ""), (f"jaxsp {command}" for command in commands), strict=False),
+        ]
+
+
+def _to_json_number(value: Any) -> float | str:
+    return float(value) if np.isfinite(value) else str(float(value))

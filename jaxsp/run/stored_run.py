@@ -12,7 +12,6 @@ from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.run_storage import Uploads
 from jaxsp.core import urls
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
-from jaxsp.run import run_dir
 from jaxsp.system import run_lock
 from jaxsp.system.object_store import ObjectStore
 
@@ -59,15 +58,14 @@ def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
     kept = folder / run_paths.CHECKPOINTS_DIR
     store.advice = f"The latest checkpoint is in {kept}; the same command uploads it and resumes."
     uploads[folder.resolve()] = own
-    with run_dir.write_own_copy(folder):
-        try:
-            yield
-        except Exception:  # whatever ended the run is raised again after an attempt to upload
-            store.patience_s = 0.0
-            with contextlib.suppress(UserError, NeedsAttentionError):
-                own.finish()
-            raise
-        own.finish()
+    try:
+        yield
+    except Exception:  # whatever ended the run is raised again after an attempt to upload
+        store.patience_s = 0.0
+        with contextlib.suppress(UserError, NeedsAttentionError):
+            own.finish()
+        raise
+    own.finish()
 
 
 def _clean(store: ObjectStore, folder: pathlib.Path) -> int:

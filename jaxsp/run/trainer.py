@@ -1,17 +1,33 @@
 """Training: checks, compilation, state, and the loop over steps."""
 
+import contextlib
+import dataclasses
 import functools
+import gc
+import itertools
+import time
 from collections.abc import Callable
 
+import numpy as np
 import rich.console
+from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums, reader
-from jaxsp.run import banner, preflight, references, starts
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.core.errors import NeedsAttentionError
+from jaxsp.evaluation import evaluator
+from jaxsp.evaluation.evaluator import Evaluator
+from jaxsp.evaluation.retrieval import RetrievalEvaluator
+from jaxsp.generation.samples import SampleGenerator
+from jaxsp.run import banner, metrics, preflight, references, run_directory
 from jaxsp.run import console as output
+from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.preflight import StepFunction
 from jaxsp.run.run import Run
-from jaxsp.run.session import Session, open_session
+from jaxsp.run.run_directory import RunDirectory
+from jaxsp.run.step_log import StepLog
+from jaxsp.run.trackers.tracker import Outcome
 from jaxsp.system.preemption import Preemption
 from jaxsp.system.run_status import Activity, RunStatus
 from jaxsp.training import train_state
@@ -29,12 +45,15 @@ def train(
 ) -> TrainState | None:
     """Trains from the starting point to the last step and writes the run directory.
 
-    All processes train and save together; only process 0 writes the other files.
+    All processes train and save together; only process 0 writes the other files. From the end of
+    the first step, Python collects garbage only where checkpoints and evaluations make all
+    processes wait.
 
     Args:
         preemption: handles requests to stop early. The same command then resumes the run.
         verbose: print the whole banner.
-        on_line: called with each line of metrics.jsonl, eval.jsonl and tasks.jsonl.
+        on_line: called in process 0 with each line of metrics.jsonl, eval.jsonl and tasks.jsonl
+            after it is written. An exception in it ends the run.
     Returns: the last state; None if the run was complete.
     Raises:
         UserError: the processes have different configs, data or checkpoints, or the step, a
@@ -53,36 +72,37 @@ def train(
     output.print_pairs(console, banner.select_pairs(entries, is_verbose=verbose))
     preflight.report_checks(run, console)
     step = preflight.compile_step(run.spec, console)
-    start_line = starts.describe_start(run, memory=step.memory, compile_s=step.seconds)
-    prepare_references = functools.partial(_prepare_references, run, console, preemption)
-    if run.start.checkpoint is not None:
-        prepare_references(run.reference.make)
-    state, base_checksums = make_state(run)
-    if run.start.checkpoint is None:
-        prepare_references(lambda: state.master)
-    with open_session(
+    start_line = run_directory.describe_start(run, memory=step.memory, compile_s=step.seconds)
+    state, base_checksums = make_state(
+        run, functools.partial(_prepare_references, run, console, preemption.status)
+    )
+    with RunDirectory(
         run,
-        state,
         console,
-        preemption,
-        early_stopping,
-        base_checksums=base_checksums,
+        preemption.status,
         banner_text=output.format_pairs(banner.select_pairs(entries, is_verbose=True)),
         start_line=start_line,
         on_line=on_line,
-    ) as session:
-        state = run_steps(session, step.function, state)
-        session.save_last(state)
+    ) as out:
+        loop = Loop(run, out, preemption, early_stopping, base_checksums)
+        state = loop.run_steps(step.function, state)
+        out.trackers.outcome = loop.outcome
+    loop.print_outcome(console)
     return state
 
 
-def make_state(run: Run) -> tuple[TrainState, dict[str, str]]:
+def make_state(
+    run: Run,
+    prepare_references: Callable[[Callable[[], layers.Weights]], None] = lambda _: None,
+) -> tuple[TrainState, dict[str, str]]:
     """State of the first step, and checksums of the frozen weights."""
     spec = run.spec
     checkpoint = run.start.checkpoint
     if checkpoint is None:
         state = train_state.init_state(spec, run.weights.make())
+        prepare_references(lambda: state.master)
         return state, checksums.compute_frozen(spec.table, state.master)
+    prepare_references(run.reference.make)
     state = reader.restore(
         checkpoint,
         train_state.abstract_inputs(spec)[0],
@@ -98,7 +118,7 @@ def make_state(run: Run) -> tuple[TrainState, dict[str, str]]:
 def _prepare_references(
     run: Run,
     console: rich.console.Console,
-    preemption: Preemption,
+    status: RunStatus,
     make_weights: Callable[[], layers.Weights],
 ) -> None:
     """Computes or reads the log-probabilities of the reference model, if the objective needs them.
@@ -108,7 +128,7 @@ def _prepare_references(
     data_sets = [run.train_set, *run.eval_sets]
     if not references.list_missing(run.spec, data_sets):
         return
-    preemption.status.activity = Activity(description="the reference pass")
+    status.activity = Activity(description="the reference pass")
     folder = run.directory / references.FOLDER
     references.prepare(
         run.spec,
@@ -119,17 +139,255 @@ def _prepare_references(
         ),
         make_weights=make_weights,
         print_line=functools.partial(output.print_line, console),
-        on_batch=preemption.status.heartbeat,
+        on_batch=status.heartbeat,
     )
 
 
-def run_steps(session: Session, function: StepFunction, state: TrainState) -> TrainState:
-    """Runs steps until the last one or until the run stops early, and returns the final state."""
-    for step, batch, counts in session.batches():
-        if not session.should_dispatch(step):
-            break
-        session.before_dispatch(step, counts)
-        state, results = function(state, batch)  # asynchronous
-        session.after_dispatch(results, counts)
-        session.evaluate_and_save(step, state)
-    return state
+class Loop:
+    """The loop over the steps of a run, and what happens between them.
+
+    All processes take the same decisions between the same steps: some of them communicate.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        out: RunDirectory,
+        preemption: Preemption,
+        early_stopping: EarlyStopping,
+        base_checksums: dict[str, str],
+    ):
+        self._run = run
+        self._out = out
+        self._preemption = preemption
+        self._status = preemption.status
+        self._early_stopping = early_stopping
+        self._base_checksums = base_checksums
+        self._eval_sets = Evaluator(run.spec, run.eval_sets, has_long_ppl=run.config.eval.long_ppl)
+        self._tasks = RetrievalEvaluator(self._eval_sets, run.task_samples)
+        self._has_evaluations = bool(self._eval_sets) or bool(self._tasks)
+        self._samples = SampleGenerator(
+            run.spec,
+            run.eval_sets,
+            count=run.config.run.generate_samples,
+            tokenizer=run.tokenizer,
+            stop_ids=run.stop_ids,
+        )
+        self._log = StepLog(run, out, self._status)
+        self._has_pending_evaluation = False
+        self._is_stopped_early = False
+
+    def run_steps(self, function: StepFunction, state: TrainState) -> TrainState:
+        """Runs steps until the last one or until the run stops early, and saves the last state."""
+        log = self._log
+        first_traced, _ = self._run.config.logging.profile_steps or (0, 0)
+        self._out.writer.compile_ahead(state)
+        with contextlib.ExitStack() as stack:
+            stack.callback(gc.unfreeze)
+            if gc.isenabled():
+                stack.callback(gc.enable)
+            rows = stack.enter_context(contextlib.closing(log.loader.batches()))
+            self._evaluate_at_start(state)
+            next_batch = log.read_batch(rows)
+            for step in itertools.count(self._run.start.step + 1):
+                if next_batch is None or not self._should_dispatch(step):
+                    break
+                batch, counts = next_batch
+                assert (counts.documents_P2 >= 0).all(), "a step has whole pairs"
+                if step == first_traced:
+                    log.record_dispatched_step()
+                    self._out.start_trace()
+                self._status.dispatched(estimated_s=log.estimate_step_s(counts))
+                state, results = function(state, batch)  # asynchronous
+                log.record_dispatch(results, counts)
+                next_batch = log.read_batch(rows)  # transferred while the step runs
+                self._out.checkpoints.poll()
+                self._status.checkpoint_s = self._out.writer.write_s
+                self._evaluate_and_save(step, state)
+            self._save_last(state)
+        return state
+
+    def _should_dispatch(self, step: int) -> bool:
+        """True if the step may be dispatched; must be called for every step, in order."""
+        if self._is_stopped_early:
+            return False
+        if self._status.is_slow:
+            self._log.record_dispatched_step()
+        return self._log.can_continue and self._preemption.should_dispatch(step)
+
+    def _evaluate_at_start(self, state: TrainState) -> None:
+        """Evaluates the starting weights if that is due.
+
+        It is due in a new run with run.eval_at_start. It is also due when a run resumes and the
+        evaluation of its last checkpoint was skipped because the run was being stopped.
+        """
+        start = self._run.start
+        is_resume = self._run.is_resume
+        # From process 0: other nodes may have an old copy of the checkpoint's metadata cached
+        is_pending = is_resume and start.has_pending_evaluation
+        is_pending = bool(multihost_utils.broadcast_one_to_all(np.int32(is_pending)))
+        is_first = self._run.config.run.eval_at_start and not is_resume
+        if is_first:
+            self._early_stopping.expect_evaluation()
+        if self._has_evaluations and (is_pending or is_first):
+            loss = self._evaluate(start.step, state)
+            if is_resume:
+                self._out.writer.record_eval(
+                    start.step, loss, early_stopping=self._early_stopping.state
+                )
+        self._is_stopped_early = self._early_stopping.should_stop()
+        self._log.restart_clock()
+
+    def _evaluate_and_save(self, step: int, state: TrainState) -> None:
+        """Evaluates and writes a checkpoint after a step if they are due.
+
+        The time is not part of any step's time. The evaluation comes first, because its results
+        would be lost if the run were killed between the checkpoint and the evaluation.
+        """
+        run = self._run
+        config = run.config.run
+        checkpoints = self._out.checkpoints
+        is_last = step == run.spec.num_steps
+        # All processes must do this once per step: the schedule communicates
+        is_epoch_end = "epoch" in (config.save_every, config.eval_every) and (
+            run.train_set.is_epoch_end(run.schedule, step - run.start.step)
+        )
+        is_save_epoch = is_epoch_end and config.save_every == "epoch"
+        should_save = checkpoints.is_due(step) or is_last or is_save_epoch
+        is_eval_epoch = is_epoch_end and config.eval_every == "epoch"
+        should_evaluate = self._has_evaluations and evaluator.is_due(config.eval_every, step)
+        should_evaluate = should_evaluate or is_last or is_eval_epoch
+        should_rank = should_save and run.config.checkpoint.keep_best > 0
+        if should_evaluate or (should_rank and config.eval_every is None):
+            self._early_stopping.expect_evaluation()
+        should_evaluate |= should_rank
+        _, last_traced = run.config.logging.profile_steps or (0, 0)
+        is_first = step == run.start.step + 1
+        if not (should_save or should_evaluate or step == last_traced or is_first):
+            return
+        self._log.record_dispatched_step()
+        if step == last_traced:
+            self._out.stop_trace()
+        loss = None
+        self._has_pending_evaluation = should_evaluate
+        # Skip the evaluation if the run is being stopped. All processes decide alike: either all of
+        # them may dispatch the next step, or none may
+        if (
+            should_evaluate
+            and self._log.can_continue
+            and (is_last or self._preemption.should_dispatch(step + 1))
+        ):
+            loss = self._evaluate(step, state)
+            self._has_pending_evaluation = False
+            self._is_stopped_early = self._early_stopping.should_stop()
+        if should_save or self._is_stopped_early:
+            self._status.begin_writing(f"the checkpoint of step {step}")
+            meta = dataclasses.replace(
+                self._build_meta(), eval_loss=loss, eval_set=run.ranking_eval_set
+            )
+            is_end = is_last or self._is_stopped_early or self._preemption.reason is not None
+            self._log.record_checkpoint_wait(checkpoints.save(state, meta, is_last=is_end))
+        gc.collect()
+        if is_first:
+            # A collection in one process delays a step of all. From now on, they collect together
+            # here, and leave out what exists already
+            gc.freeze()
+            gc.disable()
+        self._log.restart_clock()
+
+    def _save_last(self, state: TrainState) -> None:
+        """Writes a checkpoint of the final state, unless there is one already.
+
+        Raises: NeedsAttentionError if every attempt fails.
+        """
+        self._log.record_dispatched_step()
+        self._status.begin_writing("the last checkpoint")
+        # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
+        self._has_pending_evaluation |= self._run.config.checkpoint.keep_best > 0
+        self._out.checkpoints.finish(state, self._build_meta())
+
+    def _evaluate(self, step: int, state: TrainState) -> float | None:
+        """Evaluates, writes and prints the results.
+
+        Returns: the loss on the eval set that ranks checkpoints.
+        """
+        if not self._has_evaluations:
+            return None
+        status = self._status
+        print_line = self._out.progress.print_line
+        with status.compiling("the evaluation"):
+            self._eval_sets.compile()
+            self._tasks.compile()
+        when = f"before step {step + 1}" if step == self._run.start.step else f"after step {step}"
+        status.activity = Activity(
+            description=f"the evaluation {when}",
+            expected_s=status.step_s,
+            duration_s=status.evaluation_s,
+        )
+        began = time.perf_counter()
+        lines = {}
+        for line in self._eval_sets.run(state.master, num_steps=step, on_batch=status.heartbeat):
+            lines[line["data"]] = line
+            self._out.metrics.write(metrics.EVAL_FILE, line)
+            print_line(output.format_evaluation(line))
+        task_lines = []
+        for line in self._tasks.run(state.master, num_steps=step, on_batch=status.heartbeat):
+            task_lines.append(line)
+            self._out.metrics.write(metrics.TASKS_FILE, line)
+            print_line(output.format_task(line))
+        is_first = status.evaluation_s is None
+        with status.compiling("the answers") if is_first else contextlib.nullcontext():
+            answers = self._samples.run(state.master, num_steps=step, on_token=status.heartbeat)
+            for line in answers:
+                self._out.metrics.write(metrics.SAMPLES_FILE, line)
+                if line["sample"] == 0:
+                    print_line(output.format_sample(line))
+        self._out.draw_needles(task_lines)
+        status.evaluation_s = time.perf_counter() - began
+        self._early_stopping.record(step, lines)
+        ranking_set = self._run.ranking_eval_set
+        return lines[ranking_set["name"]]["loss"] if ranking_set else None
+
+    def _build_meta(self) -> CheckpointMeta:
+        """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
+        run = self._run
+        num_steps = self._log.num_steps
+        return CheckpointMeta(
+            config=run.config.model_dump(mode="json"),
+            model=run.hf_config,
+            data=run.train_set.fingerprint(run.config.data, seed=run.config.run.seed),
+            step=num_steps,
+            rows_consumed=run.schedule.rows_consumed(num_steps - run.start.step),
+            num_tokens_total=self._log.num_tokens,
+            has_pending_evaluation=self._has_pending_evaluation,
+            early_stopping=self._early_stopping.state,
+            base=self._base_checksums,
+        )
+
+    @property
+    def outcome(self) -> Outcome:
+        """End of the run, after its last step."""
+        if not self._log.can_continue:
+            return "failed"
+        is_complete = self._is_stopped_early or self._log.num_steps >= self._run.spec.num_steps
+        return "finished" if is_complete or self._preemption.reason is None else "stopped"
+
+    def print_outcome(self, console: rich.console.Console) -> None:
+        """Prints why the run stopped early, or the summary of a finished run.
+
+        Raises: NeedsAttentionError after steps that were not finite.
+        """
+        step = self._out.checkpoints.last_saved_step
+        print_line = self._out.progress.print_line
+        if self.outcome == "failed":
+            raise NeedsAttentionError(self._log.describe_stop(saved_step=step))
+        if self.outcome == "stopped":
+            reason = self._preemption.reason
+            print_line(
+                f"stopped by {reason} after step {step}; the same command resumes from there"
+            )
+            return
+        if self._is_stopped_early and step < self._run.spec.num_steps:
+            print_line(f"stopped early after step {step}: {self._early_stopping.reason}")
+        if step > self._run.start.step:
+            output.print_pairs(console, self._log.summarize())

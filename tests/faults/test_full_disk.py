@@ -110,18 +110,18 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_space(
 ):
     """Full from step 3 to step 11: the saves of steps 4 to 10 fail; that of step 12 is complete."""
     directory = small_disk / "run"
-    write_step = MetricsWriter.write_step
+    write = MetricsWriter.write
     latest_when_full = []
 
-    def write_to_full_disk(self, line):
+    def write_to_full_disk(self, name, line):
         if 3 <= line["step"] < 11:  # repeatedly, since a save that fails frees its space
             fill(small_disk)
         if line["step"] == 11:
             latest_when_full.append(run_paths.find_latest(directory).name)
             (small_disk / "ballast").unlink()
-        write_step(self, line)
+        write(self, name, line)
 
-    monkeypatch.setattr(MetricsWriter, "write_step", write_to_full_disk)
+    monkeypatch.setattr(MetricsWriter, "write", write_to_full_disk)
     output = train(make_config(tmp_path, directory))
     assert latest_when_full == ["2"]
     assert re.search(messages.containing("checkpoint 4", "step 2"), output)
@@ -149,15 +149,15 @@ def test_a_run_resumes_from_the_checkpoint_before_the_disk_was_full(
 ):
     monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (0.1, 0.1))
     directory = small_disk / "run"
-    write_step = MetricsWriter.write_step
+    write = MetricsWriter.write
 
-    def write_to_full_disk(self, line):
+    def write_to_full_disk(self, name, line):
         if line["step"] == 3:
             fill(small_disk)
-        write_step(self, line)
+        write(self, name, line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MetricsWriter, "write_step", write_to_full_disk)
+        patch.setattr(MetricsWriter, "write", write_to_full_disk)
         parts = messages.containing(NUM_STEPS, "No space left on device", "step 2")
         with pytest.raises(NeedsAttentionError, match=parts):
             train(make_config(tmp_path, directory))

@@ -82,7 +82,7 @@ try:
     print("RESULT restored", flush=True)
 except reader.DamagedCheckpointError as damage:
     print("RESULT damaged:", damage.reason, flush=True)
-    moved = resume.set_aside(damage.path).name
+    moved = resume.set_aside(damage.path, is_writer=jax.process_index() == 0).name
     print("RESULT moved:", moved, run_paths.find_latest(folder), flush=True)
 distributed.shutdown()
 """

@@ -58,18 +58,18 @@ def read_steps(path):
 
 def test_line_can_be_read_as_soon_as_it_is_written(tmp_path):
     with MetricsWriter(tmp_path, from_step=0) as writer:
-        writer.write_step(line(1))
+        writer.write("metrics.jsonl", line(1))
         assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1
 
 
 def test_lines_after_the_step_that_a_run_resumes_from_are_removed(tmp_path):
     with MetricsWriter(tmp_path, from_step=0) as writer:
         for step in (1, 2, 3):
-            writer.write_step(line(step))
+            writer.write("metrics.jsonl", line(step))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # the process was killed here
     with MetricsWriter(tmp_path, from_step=2) as writer:
-        writer.write_step(line(3))
+        writer.write("metrics.jsonl", line(3))
     assert read_steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 

@@ -14,7 +14,7 @@ from jaxsp.run import build, step_log, trainer
 from jaxsp.run import progress as progress_module
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.progress import Progress
-from jaxsp.run.step_log import EndTime
+from jaxsp.run.step_log import DispatchedStep
 from jaxsp.system import distributed
 from tests import messages
 from tests.run import test_trainer
@@ -40,9 +40,9 @@ def test_step_ends_when_its_results_are_ready_not_when_they_are_read():
             return self
 
     began = time.perf_counter()
-    end = EndTime(Results())
+    step = DispatchedStep(Results(), None, began, began)
     time.sleep(0.3)
-    assert 0.05 <= end.get() - began < 0.25
+    assert 0.05 <= step.wait_for_end() - began < 0.25
 
 
 def test_a_step_is_over_when_all_its_results_are_ready():
@@ -53,8 +53,9 @@ def test_a_step_is_over_when_all_its_results_are_ready():
         def block_until_ready(self):
             return self
 
-    assert EndTime([Result(True), Result(True)]).is_over
-    assert not EndTime([Result(True), Result(False)]).is_over
+    for flags in ([True, True], [True, False]):
+        step = DispatchedStep([*map(Result, flags)], None, 0.0, 0.0)
+        assert step.is_over == all(flags)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import gc
 import io
 import json
 import pathlib
@@ -447,6 +448,43 @@ def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, m
     actual = [(meta.step, meta.eval_loss, meta.has_pending_evaluation) for meta in metas]
     assert actual == [(3, results[0]["loss"], False), (6, results[1]["loss"], False)]
     assert metas[0].eval_loss < metas[1].eval_loss
+
+
+def test_logged_lines_are_passed_on_and_garbage_is_collected_only_at_evaluations(folder):
+    """From the end of the first step, until an error of the user's function ends the run."""
+    lines = []
+    is_automatic = []
+    num_lines_at_collections = set()
+
+    def read(name):
+        return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+
+    def receive(line):
+        assert line in (*read("metrics.jsonl"), *read("eval.jsonl"))
+        lines.append(dict(line))
+        is_automatic.append(gc.isenabled())
+        line.clear()  # the receiver's own copy
+        if len(lines) == 6:
+            raise ZeroDivisionError
+
+    def watch(phase, info):
+        if lines and phase == "start" and info["generation"] == 2:
+            num_lines_at_collections.add(len(lines))
+
+    words = [f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=2"]
+    run = build.build_training(settings(folder, *words), devices=jax.devices()[:1])
+    gc.callbacks.append(watch)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(run, rich.console.Console(quiet=True), on_line=receive)
+    finally:
+        gc.callbacks.remove(watch)
+    found = [(line["step"], "data" in line) for line in lines]
+    assert found == [(1, False), (2, False), (2, True), (3, False), (4, False), (4, True)]
+    assert is_automatic == [True] + 5 * [False]
+    assert num_lines_at_collections == {1, 3}, "after the first step, and after the evaluation"
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):

@@ -19,7 +19,6 @@ from jaxsp.config import config_file, yaml_io
 from jaxsp.core import files, units
 from jaxsp.core.errors import UserError
 from jaxsp.run import comparison, metrics
-from jaxsp.run.starts import STARTS_FILE
 from jaxsp.training.metric_table import METRICS, Line
 
 MAX_POINTS = 1000
@@ -72,7 +71,7 @@ def read_run(directory: pathlib.Path) -> RunRecord:
         config=config_file.read(directory / CONFIG_FILE),
         steps=_sort(_read_lines(directory / metrics.METRICS_FILE)),
         results={name: _sort(lines) for name, lines in comparison.group(results).items()},
-        starts=_read_lines(directory / STARTS_FILE, key="from_step"),
+        starts=_read_lines(directory / metrics.STARTS_FILE, key="from_step"),
         num_nonfinite=len(_read_lines(directory / metrics.NONFINITE_FILE)),
     )
 

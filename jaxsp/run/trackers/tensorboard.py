@@ -31,10 +31,12 @@ class _EventFile(Client):
 
     def __init__(self, run: TrackedRun):
         # takes seconds if PyTorch is installed, because tensorboardX imports it
+        from tensorboardX import record_writer
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._event_pb2 = event_pb2
         self._summary_pb2 = summary_pb2
+        self._compute_checksum = record_writer.masked_crc32c
         directory = run.directory / "tensorboard"
         directory.mkdir(parents=True, exist_ok=True)
         suffix = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
@@ -58,10 +60,5 @@ class _EventFile(Client):
         """Writes a TFRecord: length, checksum of the length, event, checksum of the event."""
         data = self._event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(data))
-        self._file.add(length + _checksum(length) + data + _checksum(data))
-
-
-def _checksum(data: bytes) -> bytes:
-    from tensorboardX import record_writer
-
-    return struct.pack("<I", record_writer.masked_crc32c(data))
+        checksums = [struct.pack("<I", self._compute_checksum(part)) for part in (length, data)]
+        self._file.add(length + checksums[0] + data + checksums[1])
