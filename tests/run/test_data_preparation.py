@@ -17,7 +17,7 @@ from tests.messages import assert_names
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 CONFIG = """
-run: {directory: run, epochs: 2}
+run: {directory: run, epochs: 1.5}
 model:
   tokenizer: bytes
   config: {model_type: llama, vocab_size: 257, hidden_size: 8, num_hidden_layers: 1,
