@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 
@@ -16,7 +15,7 @@ from jaxsp.core import urls
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing.loader import StepCounts
-from jaxsp.run import checkpoint_schedule, references, run_dir, run_summary, starts, stored_run
+from jaxsp.run import checkpoint_schedule, run_dir, run_summary, starts, stored_run
 from jaxsp.run import console as output
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.early_stopping import EarlyStopping
@@ -271,14 +270,7 @@ def open_session(
         enter = stack.enter_context
         enter(run_dir.create(run, banner_text))
         starts.record_start(directory, start_line)
-        references.keep(
-            spec,
-            [run.train_set, *run.eval_sets],
-            directory / references.FOLDER,
-            find_identity=functools.partial(
-                references.choose_identity, is_resume=run.is_resume, compute=run.reference.identify
-            ),
-        )
+        run.reference.keep([run.train_set, *run.eval_sets])
         trackers = enter(Trackers(config, from_step=from_step, is_resume=run.is_resume))
         metrics = enter(MetricsWriter(directory, from_step=from_step, trackers=trackers))
         writer = CheckpointWriter(

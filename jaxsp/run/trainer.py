@@ -7,8 +7,9 @@ import rich.console
 
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums, reader
-from jaxsp.run import banner, preflight, references, starts
+from jaxsp.run import banner, preflight, starts
 from jaxsp.run import console as output
+from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.preflight import StepFunction
 from jaxsp.run.run import Run
 from jaxsp.run.session import Session, open_session
@@ -40,7 +41,11 @@ def train(
     """
     preemption = preemption or Preemption(RunStatus())
     preflight.check_agreement(run)
-    early_stopping = preflight.make_early_stopping(run)
+    early_stopping = EarlyStopping(
+        run.config.run,
+        run.ranking_eval_set,
+        resumed_state=run.start.early_stopping if run.is_resume else None,
+    )
     if message := preflight.describe_completion(run, early_stopping):
         preflight.finish_run(run)
         output.print_line(console, message)
@@ -52,7 +57,7 @@ def train(
     start_line = starts.describe_start(run, memory=step.memory, compile_s=step.seconds)
     prepare_references = functools.partial(_prepare_references, run, console, preemption)
     if run.start.checkpoint is not None:
-        prepare_references(run.reference.make)
+        prepare_references(None)
     state, base_checksums = _make_state(run)
     if run.start.checkpoint is None:
         prepare_references(lambda: state.master)
@@ -82,7 +87,7 @@ def _make_state(run: Run) -> tuple[TrainState, dict[str, str]]:
         train_state.abstract_inputs(spec)[0],
         table=spec.table,
         num_steps=run.start.step,
-        frozen=run.weights.make_frozen(),
+        frozen=run.weights.make(frozen_only=True),
     )
     base_checksums = checksums.compute_frozen(spec.table, state.master)
     reader.check_base(checkpoint, base_checksums)
@@ -93,24 +98,18 @@ def _prepare_references(
     run: Run,
     console: rich.console.Console,
     preemption: Preemption,
-    make_weights: Callable[[], layers.Weights],
+    make_weights: Callable[[], layers.Weights] | None,
 ) -> None:
     """Computes or reads the log-probabilities of the reference model, if the objective needs them.
 
-    Args: make_weights: makes the weights of the reference model.
+    Args: make_weights: makes the weights of the reference model; None: they are read.
     """
     data_sets = [run.train_set, *run.eval_sets]
-    if not references.list_missing(run.spec, data_sets):
+    if not run.reference.list_missing(data_sets):
         return
     preemption.status.activity = Activity(description="the reference pass")
-    folder = run.directory / references.FOLDER
-    references.prepare(
-        run.spec,
+    run.reference.prepare(
         data_sets,
-        folders=[folder],
-        weights_identity=references.choose_identity(
-            folder, is_resume=run.is_resume, compute=run.reference.identify
-        ),
         make_weights=make_weights,
         print_line=functools.partial(output.print_line, console),
         on_batch=preemption.status.heartbeat,
