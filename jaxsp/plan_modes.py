@@ -23,9 +23,8 @@ from jaxsp.planning import absent, longest, meshes, planner, report
 from jaxsp.planning.absent import Cluster
 from jaxsp.planning.meshes import MeshPlan
 from jaxsp.planning.planner import Plan
-from jaxsp.run import data_preparation
+from jaxsp.run import data_sets
 from jaxsp.run.config_file import Config
-from jaxsp.run.model_files import ModelFiles
 from jaxsp.system import memory_limits
 from jaxsp.training.step_config import StepConfig
 
@@ -225,14 +224,13 @@ def run(given: argparse.Namespace, config: Config) -> None:
 
 def _print_data(config: Config, model: ModelConfig, console: rich.console.Console) -> int:
     """Prints rows and steps of the training data, and returns the steps. Raises: UserError."""
-    config = config.with_fields(data={"eval": ()})
-    files = ModelFiles(config=model)
+    config = config.with_fields(data={"eval": ()}, eval={"tasks": ()}, run={"generate_samples": 0})
+    source = None
     # The sizes may be published ones, without the model's folder
-    needs_tokenizer = any(source.needs_tokenizer for source in config.data.train)
+    needs_tokenizer = any(each.needs_tokenizer for each in config.data.train)
     if needs_tokenizer and config.model.tokenizer is None and config.model.source is not None:
         source = folder.find(config.model.source)
-        files = ModelFiles(config=model, folder=source, hf_config=source.config_fields)
-    return data_preparation.print_data(config, files, console, ProblemCollector())
+    return data_sets.print_data(config, source, model, console, ProblemCollector())
 
 
 def _make_cluster(device: str, given: argparse.Namespace, config: Config) -> Cluster:

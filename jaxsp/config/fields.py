@@ -131,6 +131,13 @@ PositiveCount = Annotated[int, pydantic.Field(ge=1, le=MAX_COUNT)]
 NonNegativeCount = Annotated[int, pydantic.Field(ge=0, le=MAX_COUNT)]
 NonNegativeFloat = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+PositiveNumber = Annotated[
+    float,
+    pydantic.Field(gt=0, le=MAX_COUNT, allow_inf_nan=False),
+    pydantic.AfterValidator(lambda number: int(number) if number.is_integer() else number),
+    pydantic.PlainSerializer(lambda number: number),
+]
+"""Number of which a whole one is an integer, for texts."""
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 

@@ -13,6 +13,6 @@ def format_bytes(num_bytes: int | float) -> str:
     return f"{num_bytes / 1024:,.1f} KiB"
 
 
-def format_count(number: int, noun: str) -> str:
+def format_count(number: float, noun: str) -> str:
     """Formats a number of things: `1 row`, `2,000 rows`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -31,38 +31,10 @@ def check_length(run: RunConfig) -> Iterator[str]:
         )
 
 
-def check_epochs(run: RunConfig, data: DataConfig) -> Iterator[str]:
-    if run.epochs is not None and any(source.weight is not None for source in data.train):
-        yield (
-            "data.train.0.weight: must not be set with run.epochs, because weighted sources end at "
-            "different times and are repeated. Set run.steps, or leave the weights out."
-        )
-
-
-def check_best(run: RunConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Checks that keep_best has an eval set to rank checkpoints by, and best_eval names one."""
-    best_eval = checkpoint.best_eval
-    names = data.eval_names
-    if best_eval and not checkpoint.keep_best and run.early_stopping_patience is None:
-        yield (
-            f"checkpoint.best_eval = {best_eval}: has no effect, because checkpoint.keep_best is 0 "
-            "and run.early_stopping_patience is null. "
-            "Set checkpoint.keep_best=1, or checkpoint.best_eval=null."
-        )
-    elif checkpoint.keep_best and not names:
-        yield (
-            f"checkpoint.keep_best = {checkpoint.keep_best}: needs an eval set, whose loss ranks "
-            f"the checkpoints. {_EVAL_SUGGESTION}"
-        )
-    elif best_eval is not None and best_eval not in names:
-        yield (
-            f"checkpoint.best_eval = {best_eval}: must be the name of an eval set. "
-            f"Use {errors.format_choices([*names, 'null'])}."
-        )
-
-
-def check_formats(objective: Objective, data: DataConfig) -> Iterator[str]:
-    """Checks that the records have the format that the objective needs."""
+def check_sections(
+    data: DataConfig, objective: Objective, adapter: AdapterConfig, eval: EvalConfig
+) -> Iterator[str]:
+    """Checks that data, adapter and evaluations fit the objective."""
     for name in ("train", "eval"):
         for number, source in enumerate(getattr(data, name)):
             field = f"data.{name}.{number}.format = {source.format}"
@@ -88,18 +60,12 @@ def check_formats(objective: Objective, data: DataConfig) -> Iterator[str]:
             f"with objective.type = {objective.type}, so that a row holds a pair of documents. "
             "Use 2 or more."
         )
-
-
-def check_head(objective: Objective, adapter: AdapterConfig) -> Iterator[str]:
     if objective.type == "reward" and "lm_head" in adapter.modules_to_save:
         saved = yaml_io.format_value(list(adapter.modules_to_save))
         yield (
             f"adapter.modules_to_save = {saved}: a reward model has no "
             "lm_head; its head, score, is always trained. Leave lm_head out."
         )
-
-
-def check_long_ppl(data: DataConfig, objective: Objective, eval: EvalConfig) -> Iterator[str]:
     if eval.long_ppl and not data.eval_names:
         yield f"eval.long_ppl = true: needs an eval set. {_EVAL_SUGGESTION}"
     if eval.long_ppl and not isinstance(objective, Sft):
@@ -109,29 +75,49 @@ def check_long_ppl(data: DataConfig, objective: Objective, eval: EvalConfig) -> 
         )
 
 
-def check_evaluations(
-    run: RunConfig, data: DataConfig, objective: Objective, eval: EvalConfig
+def check_training(
+    run: RunConfig,
+    data: DataConfig,
+    objective: Objective,
+    eval: EvalConfig,
+    checkpoint: CheckpointConfig,
 ) -> Iterator[str]:
-    """Checks that evaluations and samples have data."""
+    """Checks that epochs, evaluations, the best checkpoints and early stopping have data."""
+    if run.epochs is not None and any(source.weight is not None for source in data.train):
+        yield (
+            "data.train.0.weight: must not be set with run.epochs, because weighted sources end at "
+            "different times and are repeated. Set run.steps, or leave the weights out."
+        )
     names = data.eval_names
+    patience = run.early_stopping_patience
+    best_eval = checkpoint.best_eval
+    if best_eval and not checkpoint.keep_best and patience is None:
+        yield (
+            f"checkpoint.best_eval = {best_eval}: has no effect, because checkpoint.keep_best is 0 "
+            "and run.early_stopping_patience is null. "
+            "Set checkpoint.keep_best=1, or checkpoint.best_eval=null."
+        )
+    elif checkpoint.keep_best and not names:
+        yield (
+            f"checkpoint.keep_best = {checkpoint.keep_best}: needs an eval set, whose loss ranks "
+            f"the checkpoints. {_EVAL_SUGGESTION}"
+        )
+    elif best_eval is not None and best_eval not in names:
+        yield (
+            f"checkpoint.best_eval = {best_eval}: must be the name of an eval set. "
+            f"Use {errors.format_choices([*names, 'null'])}."
+        )
     if run.eval_at_start and not (names or eval.tasks):
         yield f"run.eval_at_start = true: needs an eval set or eval.tasks. {_EVAL_SUGGESTION}"
+    samples = f"run.generate_samples = {run.generate_samples}"
     if run.generate_samples and not names:
-        yield (
-            f"run.generate_samples = {run.generate_samples}: needs an eval set. {_EVAL_SUGGESTION}"
-        )
+        yield f"{samples}: needs an eval set. {_EVAL_SUGGESTION}"
     if run.generate_samples and objective.type == "reward":
         yield (
-            f"run.generate_samples = {run.generate_samples}: objective.type = reward trains a "
-            "model that generates no text. Use run.generate_samples=0."
+            f"{samples}: objective.type = reward trains a model that generates no text. Use "
+            "run.generate_samples=0."
         )
-
-
-def check_early_stopping(
-    run: RunConfig, data: DataConfig, objective: Objective, checkpoint: CheckpointConfig
-) -> Iterator[str]:
-    """Checks that a run with early stopping evaluates its metric before its last step."""
-    if run.early_stopping_patience is None:
+    if patience is None:
         return
     without = {
         "reward_accuracy": ("sft", "kto"),
@@ -144,15 +130,15 @@ def check_early_stopping(
             f"run.early_stopping_metric = {metric}: objective.type = {objective.type} does not "
             "have it. Use run.early_stopping_metric=loss."
         )
-    setting = f"run.early_stopping_patience = {run.early_stopping_patience}"
+    setting = f"run.early_stopping_patience = {patience}"
     evaluates_checkpoints = checkpoint.keep_best and run.save_every is not None
-    if not data.eval_names:
+    if not names:
         yield f"{setting}: needs an eval set. {_EVAL_SUGGESTION}"
     elif run.eval_every is None and not evaluates_checkpoints:
         yield f"{setting}: needs an evaluation before the last step. Set run.eval_every=100."
 
 
-RULES = (check_formats, check_head, check_long_ppl)
+RULES = (check_sections,)
 
-TRAINING_RULES = (check_length, check_epochs, check_best, check_evaluations, check_early_stopping)
+TRAINING_RULES = (check_length, check_training)
 """Rules of commands that train."""

@@ -1,4 +1,4 @@
-"""Data sets of a config: sources are opened, tokenized and packed."""
+"""Data sets of a config: sources are opened, tokenized and packed, with or without devices."""
 
 import dataclasses
 import pathlib
@@ -6,19 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import rich.console
 
-from jaxsp.core.errors import ProblemCollector, UserError, at
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.core import axes
+from jaxsp.core.errors import ProblemCollector, at
+from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import sources
 from jaxsp.data.ingest.cache import DamagedCacheError
-from jaxsp.data.packing import dataset, row_reader
+from jaxsp.data.packing import dataset, row_reader, summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
 from jaxsp.data.tokenization.tokenize import TokenizedSource
+from jaxsp.hf.folder import ModelFolder
+from jaxsp.run import model_files
 from jaxsp.run.config_file import Config
 from jaxsp.system import distributed
+from jaxsp.training.specs import find_division_problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,15 +36,8 @@ class OpenedSources:
     """Training sources; empty if neither training nor data.eval_fraction needs them."""
     evals: dict[str, Source]
     records: dict[str, Any]
-
-    @property
-    def all(self) -> dict[str, Source]:
-        return self.train | self.evals
-
-    @property
-    def have_text(self) -> bool:
-        """True if a source needs a tokenizer."""
-        return any(source.needs_tokenizer for source in self.all.values())
+    have_text: bool
+    """True if a source needs a tokenizer."""
 
 
 def inline_chat_template(config: Config) -> Config:
@@ -45,11 +45,10 @@ def inline_chat_template(config: Config) -> Config:
 
     Raises: UserError if the template cannot be read.
     """
-    if config.data.chat_template is None:
+    template = config.data.chat_template
+    if template is None:
         return config
-    template = chat_template.resolve_template(config.data.chat_template)
-    data = config.data.model_copy(update={"chat_template": template})
-    return config.model_copy(update={"data": data})
+    return config.with_fields(data={"chat_template": chat_template.resolve_template(template)})
 
 
 def open_sources(
@@ -65,14 +64,24 @@ def open_sources(
     for field, source in (train | evals).items():
         with problems.collect(), at(f"{field}.source", source.source):
             records[field] = sources.read(source, data=data)
-    with problems.collect():
-        _check_unique_names(train)
-        _check_unique_names(evals)
+    for group in (train, evals):
+        names = _list_names(group)
+        problems += [
+            f"{field}.name = {name}: another source has this name. Give each its own: "
+            f"{field}.name={name}-{number}."
+            for number, (field, name) in enumerate(zip(group, names, strict=True))
+            if name in names[:number]
+        ]
     with problems.collect():
         sources.check_no_duplicates(
             {field: source for field, source in train.items() if field in records}
         )
-    return OpenedSources(train=train, evals=evals, records=records)
+    have_text = any(source.needs_tokenizer for source in (train | evals).values())
+    return OpenedSources(train=train, evals=evals, records=records, have_text=have_text)
+
+
+def _list_names(group: Mapping[str, Source]) -> list[str]:
+    return [source.name or source.source for source in group.values()]
 
 
 def make_data_sets(
@@ -91,12 +100,21 @@ def make_data_sets(
     Raises: UserError with the problems of all sources; DamagedCacheError for a file that is damaged
         again.
     """
+    suggestion = (
+        "If the tokenizer has more tokens than the embedding has rows, add rows with transformers: "
+        "model.resize_token_embeddings(len(tokenizer)), then save_pretrained of both into one "
+        "folder, and name it as model.source. Or leave the record out."
+    )
+    if config.model.source is None:
+        suggestion = "Set model.config.vocab_size."
+    elif config.model.tokenizer is not None:
+        suggestion = "Use the model's own tokenizer: model.tokenizer=null."
     rebuilt: set[pathlib.Path] = set()
     while True:
+        problems = ProblemCollector()
+        tokenized = {}
         try:
-            tokenized = {}
-            problems = ProblemCollector()
-            for field, source in opened.all.items():
+            for field, source in (opened.train | opened.evals).items():
                 with problems.collect(), at(f"{field}.source", source.source):
                     tokenized[field] = tokenize.tokenize_dataset(
                         opened.records[field],
@@ -104,7 +122,7 @@ def make_data_sets(
                         data=config.data,
                         tokenizer=tokenizer,
                         vocab_size=vocab_size,
-                        vocab_suggestion=_suggest_vocabulary(config),
+                        vocab_suggestion=suggestion,
                     )
             problems.raise_if_any()
             return _pack_sources(opened, tokenized, config, for_training=for_training)
@@ -115,19 +133,6 @@ def make_data_sets(
             distributed.log(damage.notice)
 
 
-def _suggest_vocabulary(config: Config) -> str:
-    """Returns what to do about a token id without a row of the model's embedding."""
-    if config.model.source is None:
-        return "Set model.config.vocab_size."
-    if config.model.tokenizer is not None:
-        return "Use the model's own tokenizer: model.tokenizer=null."
-    return (
-        "If the tokenizer has more tokens than the embedding has rows, add rows with transformers: "
-        "model.resize_token_embeddings(len(tokenizer)), then save_pretrained of both into one "
-        "folder, and name it as model.source. Or leave the record out."
-    )
-
-
 def _pack_sources(
     opened: OpenedSources,
     tokenized: Mapping[str, TokenizedSource],
@@ -136,92 +141,114 @@ def _pack_sources(
     for_training: bool,
 ) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
     """Packs the training set (None unless `for_training`) and the eval sets."""
-    evals = [
-        _pack({field: source}, tokenized, config, name=_name(source), field=f"{field}.source")
-        for field, source in opened.evals.items()
-    ]
     masks = None
     if config.data.eval_fraction is not None:
         masks = row_reader.select_records(
             [tokenized[field].dataset for field in opened.train],
-            source_names=[_name(source) for source in opened.train.values()],
+            source_names=_list_names(opened.train),
             fraction=config.data.eval_fraction,
             seed=config.run.seed,
         )
-        held_out_set = _pack(
-            opened.train,
-            tokenized,
-            config,
-            name=row_reader.EVAL_SET_NAME,
-            field="data.eval_fraction",
-            masks=masks,
-            use_held_out=True,
+
+    def pack(
+        name: str,
+        field: str,
+        members: Mapping[str, Source],
+        masks: Sequence[np.ndarray] | None = None,
+        *,
+        use_held_out: bool = False,
+    ) -> PackedDataset:
+        """Packs one data set. Args: masks: for each source, which records are held out;
+        use_held_out: use these records instead of the others."""
+        parts = [tokenized[member] for member in members]
+        with at(field):
+            documents = Documents(
+                [part.dataset for part in parts],
+                source_names=_list_names(members),
+                held_out=masks,
+                use_held_out=use_held_out,
+                row_tokens=config.data.row_tokens,
+                long_documents=config.data.long_documents,
+                stats=[part.stats for part in parts],
+                has_scores=config.objective.type == "reward",
+            )
+        weights = [source.weight for source in members.values() if source.weight is not None]
+        digests = [part.stats.digest for part in parts]
+        if masks is not None:
+            digests = [
+                row_reader.digest_split(digest, mask, is_held_out=use_held_out)
+                for digest, mask in zip(digests, masks, strict=True)
+            ]
+        return dataset.pack_documents(
+            name,
+            documents,
+            **config.step.packing,
+            digests=digests,
+            source_weights=weights if weights and len(members) > 1 and not use_held_out else None,
         )
-        evals.append(held_out_set)
-    train = None
-    if for_training:
-        train = _pack(
-            opened.train, tokenized, config, name="train", field="data.train", masks=masks
+
+    evals = [
+        pack(name, f"{field}.source", {field: source})
+        for name, (field, source) in zip(
+            _list_names(opened.evals), opened.evals.items(), strict=True
         )
+    ]
+    if masks is not None:
+        name = row_reader.EVAL_SET_NAME
+        evals.append(pack(name, "data.eval_fraction", opened.train, masks, use_held_out=True))
+    train = pack("train", "data.train", opened.train, masks) if for_training else None
     return train, tuple(evals)
 
 
-def _pack(
-    members: Mapping[str, Source],
-    tokenized: Mapping[str, TokenizedSource],
-    config: Config,
-    *,
-    name: str,
-    field: str,
-    masks: Sequence[np.ndarray] | None = None,
-    use_held_out: bool = False,
-) -> PackedDataset:
-    """Packs one data set.
+def prepare_data(config: Config, console: rich.console.Console) -> None:
+    """Reads, tokenizes and packs data as training does, which then finds the tokens in the cache.
 
-    Args:
-        members: its sources, by the field of the config.
-        masks: for each source, which records are held out.
-        use_held_out: use the held-out records instead of the others.
+    Printed by `jaxsp train CONFIG.yaml --prepare-data`. Raises: UserError with all problems.
     """
-    with at(field):
-        documents = Documents(
-            [tokenized[member].dataset for member in members],
-            source_names=[_name(source) for source in members.values()],
-            held_out=masks,
-            use_held_out=use_held_out,
-            row_tokens=config.data.row_tokens,
-            long_documents=config.data.long_documents,
-            stats=[tokenized[member].stats for member in members],
-            has_scores=config.objective.type == "reward",
+    problems = ProblemCollector()
+    mesh = config.mesh
+    if mesh.seq != "auto":  # the number of devices is unknown
+        sizes = {axes.REPLICA: mesh.replica, axes.DATA: max(mesh.data, 1), axes.SEQ: mesh.degree}
+        with_rows = config.step.with_one_row_for_auto()
+        problems += find_division_problems(with_rows, sizes, layout=None)
+    files = None
+    with problems.collect():
+        files = model_files.read_model(config)
+    model = None if files is None else files.adapter.model
+    print_data(config, None if files is None else files.folder, model, console, problems)
+
+
+def print_data(
+    config: Config,
+    source: ModelFolder | None,
+    model: ModelConfig | None,
+    console: rich.console.Console,
+    problems: ProblemCollector,
+) -> int:
+    """Prepares the data sets of a config, and prints their rows and steps.
+
+    Args: source, model: None if they have reported a problem. problems: found before.
+    Returns: the steps of the run. Raises: UserError with all problems.
+    """
+    config = inline_chat_template(config)
+    opened = open_sources(config, for_training=True, problems=problems)
+    tokenizer = None
+    with problems.collect():
+        tokenizer = model_files.load_checked_tokenizer(
+            config, source, model, has_text=opened.have_text
         )
-    weights = [source.weight for source in members.values() if source.weight is not None]
-    if len(members) == 1 or use_held_out:
-        weights = []
-    digests = [tokenized[member].stats.digest for member in members]
-    if masks is not None:
-        digests = [
-            row_reader.digest_split(digest, mask, is_held_out=use_held_out)
-            for digest, mask in zip(digests, masks, strict=True)
-        ]
-    return dataset.pack_documents(
-        name,
-        documents,
-        **config.step.packing,
-        digests=digests,
-        source_weights=weights or None,
+    problems.raise_if_any()
+    assert model is not None, "it has reported a problem"
+    train, evals = make_data_sets(
+        opened, config, tokenizer, vocab_size=model.vocab_size, for_training=True
     )
-
-
-def _name(source: Source) -> str:
-    return source.name or source.source
-
-
-def _check_unique_names(group: Mapping[str, Source]) -> None:
-    """Raises: UserError if two sources of a group have one name."""
-    names = [_name(source) for source in group.values()]
-    for number, (field, name) in enumerate(zip(group, names, strict=True)):
-        if name in names[:number]:
-            raise UserError(
-                f"{field}.name = {name}: another source has this name. Give each its own: "
-                f"{field}.name={name}-{number}."
-            )
+    assert train is not None, "made for training"
+    schedule = train.make_schedule(
+        config.batch.rows_per_step, num_steps=config.run.steps, epochs=config.run.epochs
+    )
+    lines = summary.describe_data(train, config.data, schedule)
+    lines += [("eval", f"{each.name} ({summary.describe_documents(each)})") for each in evals]
+    lines.append(("steps", format_count(len(schedule), "step")))
+    for label, line in lines:
+        console.print(f"{label:<8}{line}", highlight=False, soft_wrap=True)
+    return len(schedule)

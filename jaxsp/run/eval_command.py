@@ -24,15 +24,14 @@ from jaxsp.run import (
     config_file,
     eval_files,
     given_model,
-    initial_weights,
     jax_limits,
     model_files,
-    references,
     stop_tokens,
 )
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
 from jaxsp.run.given_model import GivenModel
+from jaxsp.run.references import Reference
 from jaxsp.run.run import PreparedModel
 from jaxsp.system import cluster, compilation_cache, distributed
 from jaxsp.training.metric_table import Line
@@ -68,24 +67,21 @@ def run(args: argparse.Namespace) -> None:
         generator.check_head(spec)
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     print_line = functools.partial(output.print_line, console)
-    if missing := references.list_missing(spec, resolved.eval_sets):
+    reference = Reference(
+        spec=spec,
+        source=config.model.source,
+        adapter_source=config.adapter.source,
+        run_dir=run,
+        is_resume=True,
+    )
+    if reference.list_missing(resolved.eval_sets):
         if checkpoint is None:
             raise UserError(
                 f"objective.type = {spec.config.objective.type}: needs a reference model, which is "
                 "the model before training. Evaluate the run, or data with ref_chosen_logps and "
                 "ref_rejected_logps."
             )
-        reference = initial_weights.Reference(spec, config.model.source, config.adapter.source)
-        folders = [] if run is None else [run / references.FOLDER]
-        known = references.read_identity(folders[0]) if folders else None
-        references.prepare(
-            spec,
-            missing,
-            folders=folders,
-            weights_identity=known or reference.identify(),
-            make_weights=reference.make,
-            print_line=print_line,
-        )
+        reference.prepare(resolved.eval_sets, print_line=print_line)
     master = given.load_weights(resolved)
     mesh = " x ".join(f"{axis} {size}" for axis, size in spec.mesh.shape.items())
     print_line(f"{given.description}; {config.model.compute_dtype} compute on {mesh}")

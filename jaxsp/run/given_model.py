@@ -54,9 +54,8 @@ class GivenModel:
 
     def add_model(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Returns the fields of a config with this model, and the adapter of its run."""
-        if self.meta is not None:
-            fields = fields | {"adapter": self.meta.config["adapter"]}
-        return fields | {"model": fields.get("model", {}) | self.model_fields}
+        adapter = {} if self.meta is None else {"adapter": self.meta.config["adapter"]}
+        return fields | adapter | {"model": fields.get("model", {}) | self.model_fields}
 
     def check_config(self, config: Config) -> None:
         """Checks that a config still has this model. Raises: UserError."""
@@ -84,11 +83,8 @@ class GivenModel:
     def find_model_dir(self, config: Config) -> pathlib.Path | None:
         """Folder with the run's copy of the model's small files; None without one, and if the
         config has another tokenizer."""
-        if self.checkpoint is None or self.meta is None:
-            return None
-        if config.model.tokenizer != self.meta.config["model"]["tokenizer"]:
-            return None
-        return resume.find_model_dir(self.checkpoint)
+        is_same = self.fields and config.model.tokenizer == self.fields["model"]["tokenizer"]
+        return resume.find_model_dir(self.checkpoint) if self.checkpoint and is_same else None
 
     def resolve(self, config: Config) -> PreparedModel:
         """Resolves the config without an optimizer or offloaded activations."""
@@ -111,19 +107,18 @@ class GivenModel:
         spec = resolved.spec
         if self.checkpoint is None:
             assert resolved.model_folder is not None, "the name is a model's source"
-            opened = initial_weights.open_sources(
-                spec, resolved.model_folder, resolved.adapter_folder
-            )
-            return opened.make()
+            folders = (resolved.model_folder, resolved.adapter_folder)
+            return initial_weights.open_sources(spec, *folders).make()
         assert self.meta is not None, "every checkpoint has metadata"
         dtype = self.meta.config["model"]["compute_dtype"]
         trained = dataclasses.replace(spec, config=spec.config.change(compute_dtype=dtype))
-        frozen = initial_weights.open_sources(trained, resolved.model_folder, None).make_frozen()
+        opened = initial_weights.open_sources(trained, resolved.model_folder, None)
+        frozen = opened.make(frozen_only=True)
         table = trainable.select_frozen(trained.table, trained.table)
         reader.check_base(self.checkpoint, checksums.compute_frozen(table, frozen))
         if trained.dtype != spec.dtype:  # the base was checked as training rounded it
             del frozen  # a device may not hold both
-            frozen = initial_weights.open_sources(spec, resolved.model_folder, None).make_frozen()
+            frozen = dataclasses.replace(opened, spec=spec).make(frozen_only=True)
         like = train_state.abstract_weights(spec)
         return reader.restore_weights(self.checkpoint, like, table=spec.table, frozen=frozen)
 
@@ -137,14 +132,13 @@ def find(name: str) -> GivenModel:
     with at("WHAT", name):
         local = run_storage.make_local(name)
     checkpoint = run_paths.find_latest(local)
-    if checkpoint is None and (pathlib.Path(local) / run_paths.CONFIG_FILE).is_file():
+    if checkpoint is not None:
+        return GivenModel(name=name, checkpoint=checkpoint, meta=reader.read_meta(checkpoint))
+    if (pathlib.Path(local) / run_paths.CONFIG_FILE).is_file():
         raise UserError(
             f"{name}: holds no checkpoint yet. A run writes one when it ends and when "
             "run.save_every requests it."
         )
-    meta = None if checkpoint is None else reader.read_meta(checkpoint)
-    if meta is not None:
-        return GivenModel(name=name, checkpoint=checkpoint, meta=meta)
     path = pathlib.Path(name)
     try:
         folder.find(name, field="WHAT")  # before missing fields are reported

@@ -5,8 +5,7 @@ from typing import Any
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.data.ingest import source_files
-from jaxsp.hf import folder, peft, weights
+from jaxsp.hf import peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder
@@ -24,83 +23,37 @@ class InitialWeights:
     adapter_reader: WeightReader | None
     """Weights of adapter.source; None: new adapters."""
 
-    @property
-    def left_out(self) -> str:
-        """Description of tensors of model.source that are not read; empty if all are."""
-        return "" if self.reader is None else self.reader.left_out
-
-    def make(self) -> layers.Weights:
-        """All weights, on the step's mesh."""
-        return self._make(self.spec.table)
-
-    def make_frozen(self) -> layers.Weights:
-        """The frozen weights only, in the structure of `trainable.select_frozen`."""
-        return self._make(trainable.select_frozen(self.spec.table, self.spec.table))
-
-    def _make(self, table: layers.Weights) -> layers.Weights:
+    def make(self, *, frozen_only: bool = False) -> layers.Weights:
+        """All weights on the step's mesh, or those of `trainable.select_frozen`."""
         spec = self.spec
+        table = spec.table
+        if frozen_only:
+            table = trainable.select_frozen(table, table)
         place: dict[str, Any] = {"mesh": spec.mesh, "is_on_host": spec.is_on_host}
-
-        def select(is_selected: trainable.Predicate) -> layers.Weights:
-            return trainable.select(table, table, is_selected)
-
-        def is_in_adapter(param: Parameter) -> bool:
-            if self.adapter_reader is None:
-                return param.is_adapter
-            return param.tensor_name((param.layers or [0])[0]) in self.adapter_reader.tensors
-
-        def load(table: layers.Weights, reader: WeightReader | None) -> layers.Weights:
+        made: layers.Weights = {}
+        for reader in (None, *filter(None, (self.reader, self.adapter_reader))):
+            is_own = lambda param, reader=reader: self._find_reader(param) is reader
+            part = trainable.select(table, table, is_own)
             if reader is None:
-                return weight_init.random_weights(table, seed=spec.config.seed, **place)
-            return weight_init.load_weights(table, read_slice=reader.read, **place)
-
-        def is_new(param: Parameter) -> bool:
-            """True for the head of a reward model that is made from a language model."""
-            is_score = param.hf_name == decoder.SCORE_NAME and not is_in_adapter(param)
-            return is_score and self.reader is not None and param.hf_name not in self.reader.tensors
-
-        base = select(lambda param: not is_in_adapter(param) and not is_new(param))
-        made = trainable.merge(
-            load(base, self.reader), load(select(is_in_adapter), self.adapter_reader)
-        )
-        made = trainable.merge(made, load(select(is_new), None))
+                loaded = weight_init.random_weights(part, seed=spec.config.seed, **place)
+            else:
+                loaded = weight_init.load_weights(part, read_slice=reader.read, **place)
+            made = trainable.merge(made, loaded)
         if self.adapter_reader is None:
             made = weight_init.init_magnitudes(table, made, mesh=spec.mesh)
         return made
 
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """Reference model of an objective: the model before step 1, also of a resumed run.
-
-    New adapters change nothing, so that its weights have the structure of the run's.
-    """
-
-    spec: StepSpec
-    source: str | None
-    """The run's model.source."""
-    adapter_source: str | None
-    """The run's adapter.source; evaluations of a checkpoint have none in their config."""
-
-    def _open(self) -> InitialWeights:
-        return open_sources(
-            self.spec,
-            None if self.source is None else folder.find(self.source),
-            None if self.adapter_source is None else peft.find(self.adapter_source),
-        )
-
-    def make(self) -> layers.Weights:
-        """All weights, on the step's mesh. Raises: UserError as `open_sources`."""
-        return self._open().make()
-
-    def identify(self) -> str:
-        """Fingerprint of the weights, which changes when a file does."""
-        opened = self._open()
-        readers = filter(None, (opened.reader, opened.adapter_reader))
-        parts = [repr(source_files.file_identities(reader.list_files())) for reader in readers]
-        if opened.reader is None:
-            parts.insert(0, f"random weights, seed {self.spec.config.seed}")
-        return ", ".join(parts)
+    def _find_reader(self, param: Parameter) -> WeightReader | None:
+        """Reader of a weight; None if it is random."""
+        name = param.tensor_name((param.layers or [0])[0])
+        if self.adapter_reader is not None and name in self.adapter_reader.tensors:
+            return self.adapter_reader
+        if self.adapter_reader is None and param.is_adapter:
+            return None
+        if self.reader is not None and param.hf_name == decoder.SCORE_NAME:
+            # the head of a reward model that is made from a language model is new
+            return self.reader if param.hf_name in self.reader.tensors else None
+        return self.reader
 
 
 def open_sources(

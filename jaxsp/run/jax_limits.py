@@ -28,12 +28,11 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
     Call it before JAX counts devices. Raises: UserError: see jax_platform.choose_platform.
     """
     num_local = cluster.count_local_processes(process, os.environ)
-    num_gpus = hardware.count_gpus(os.environ)
     pool_bytes = None
     outside_bytes = 0.0
-    if num_gpus:
+    model = None
+    if num_gpus := hardware.count_gpus(os.environ):
         num_devices = process.num_processes * max(1, num_gpus // num_local)
-        model = None
         # A resumed run reads the model from its checkpoint; errors are reported later, with others
         with contextlib.suppress(UserError):
             fields, _ = model_config.read_fields(config.model)
@@ -58,13 +57,12 @@ def estimate_pool_bytes(
     None if nothing is offloaded, if the model is unknown, or if mesh.seq or
     batch.rows_per_microbatch is `auto`.
     """
-    memory = config.memory
-    if memory.offload_activations == memory.offload_optimizer == "none":
-        return None
-    if model is None or "auto" in (config.mesh.seq, config.rows_per_microbatch):
+    is_offloaded = {config.memory.offload_activations, config.memory.offload_optimizer} != {"none"}
+    if not is_offloaded or model is None or "auto" in (config.mesh.seq, config.rows_per_microbatch):
         return None
     num_shards = max(1, num_devices // config.mesh.replica)
-    return estimate.pool_bytes(estimate.offloaded_bytes(model, config, num_shards=num_shards))
+    offloaded = estimate.offloaded_bytes(model, config, num_shards=num_shards)
+    return estimate.pool_bytes(offloaded)
 
 
 def estimate_outside_bytes(

@@ -46,34 +46,22 @@ def merge_base(
             f"{checkpoint}: its frozen weights are random (model.config), and in no file. "
             f"{suggestion}"
         )
-    source = folder.find(config.model.source)
-    plain_table = decoder.plain_table(model)
-    base = weights.open_folder(source, plain_table)
+    base = weights.open_folder(folder.find(config.model.source), decoder.plain_table(model))
     table = trainable.build_table(model, config.step)
-
-    def open_weight(path: tuple[Any, ...], param: Parameter) -> ReadLayer:
-        array: Any = trained
-        if not param.is_trainable:
-            return functools.partial(_read_frozen, base, param)
-        for key in path:
-            array = array[key.key]
-        return lambda layer: array if layer is None else array[param.find(layer)]
-
-    read = {_key(x): open_weight(path, x) for path, x in jax.tree.leaves_with_path(table)}
+    frozen = trainable.select_frozen(table, table)
 
     def compute_checksum(param: Parameter) -> Any:
         """Checksum of a frozen weight as training stored it; all of its layers are in memory."""
-        read_layer = read[_key(param)]
         if param.layers is None:
-            array = read_layer(None)
+            array = _read_tensor(base, param, None)
         else:
-            array = np.stack([read_layer(layer) for layer in param.layers])
+            array = np.stack([_read_tensor(base, param, layer) for layer in param.layers])
         return jax.tree.map(checksums.compute_on_host, quantization.encode(param, array))
 
-    found = {"base": jax.tree.map(compute_checksum, trainable.select_frozen(table, table))}
+    found = {"base": jax.tree.map(compute_checksum, frozen)}
     reader.check_base(checkpoint, checksums.name_leaves(found))
-    merge = functools.partial(_merge_weight, read, model.lora)
-    return plain_table, jax.tree.map(merge, plain_table)
+    whole = trainable.merge(trained, jax.tree.map(lambda param: base, frozen))
+    return merge_state(whole, table=table, model=model)
 
 
 def merge_state(
@@ -81,20 +69,13 @@ def merge_state(
 ) -> tuple[layers.Weights, layers.Weights]:
     """The whole model of all weights of a run with frozen weights, like `merge_base`.
 
-    Args: weights: arrays of this process's devices or numpy's, as a training state has them.
+    Args: weights: arrays of this process's devices or numpy's, as a training state has them. Or
+        readers of weights that are in files.
     """
     read: dict[_Key, ReadLayer] = {}
 
     def add(param: Parameter, stored: Any) -> None:
-        def read_layer(layer: int | None) -> np.ndarray:
-            """A layer, float32 and without padding."""
-            part = jax.tree.map(
-                lambda x: np.asarray(x if layer is None else x[param.find(layer)]), stored
-            )
-            whole = np.asarray(quantization.decode(param, part, jnp.dtype("float32")))
-            return np.asarray(sharding.remove_padding(param, whole))
-
-        read[_key(param)] = read_layer
+        read[_key(param)] = functools.partial(_read_layer, param, stored)
 
     jax.tree.map(add, table, weights)
     merge = functools.partial(_merge_weight, read, model.lora)
@@ -106,11 +87,19 @@ def _key(param: Parameter) -> _Key:
     return param.hf_name, param.hf_rows, param.layers
 
 
-def _read_frozen(reader: WeightReader, param: Parameter, layer: int | None) -> np.ndarray:
-    """A layer of a frozen weight, as training used it."""
-    whole = reader.read(param, layer, tuple(slice(size) for size in param.shape))
-    stored = quantization.encode(param, whole)
-    return np.asarray(quantization.decode(param, stored, jnp.dtype("float32")))
+def _read_layer(param: Parameter, stored: Any, layer: int | None) -> np.ndarray:
+    """A layer, float32 and without padding, as training used it."""
+    if isinstance(stored, WeightReader):
+        stored = quantization.encode(param, _read_tensor(stored, param, layer))
+    elif layer is not None:
+        stored = jax.tree.map(lambda x: x[param.find(layer)], stored)
+    stored = jax.tree.map(np.asarray, stored)
+    whole = np.asarray(quantization.decode(param, stored, jnp.dtype("float32")))
+    return np.asarray(sharding.remove_padding(param, whole))
+
+
+def _read_tensor(reader: WeightReader, param: Parameter, layer: int | None) -> np.ndarray:
+    return reader.read(param, layer, tuple(slice(size) for size in param.shape))
 
 
 def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Parameter) -> ReadLayer:

@@ -5,93 +5,87 @@ import pathlib
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.core.errors import ProblemCollector, UserError, at
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
 from jaxsp.run.config_file import Config
-from jaxsp.run.data_sets import OpenedSources
 
 if TYPE_CHECKING:
     import transformers
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """Model of a config, as far as it could be read."""
+    """Model of a config."""
 
-    folder: ModelFolder | None = None
+    folder: ModelFolder | None
     """Folder of model.source; None if the model is described by the config or a checkpoint."""
-    hf_config: dict[str, Any] | None = None
-    config: ModelConfig | None = None
-    """None if the folder or the family has a problem."""
-    adapter: ResolvedAdapter | None = None
-    """Adapters of `config`; None if it is None."""
+    hf_config: dict[str, Any]
+    adapter: ResolvedAdapter
+    """Adapters of the model, and the model with them."""
 
 
-def read_model(
-    config: Config, hf_config: dict[str, Any] | None, problems: ProblemCollector
-) -> ModelFiles:
-    """Reads the model's config.json, changes its RoPE, adds adapters, and checks local weights."""
-    files = ModelFiles()
-    with problems.collect():
-        source = None
-        needs_folder = hf_config is None or config.step.has_frozen_weights
-        if needs_folder and config.model.source is not None:
-            source = folder.find(config.model.source)
-            hf_config = source.config_fields if hf_config is None else hf_config
-        hf_config = config.model.config if hf_config is None else hf_config
-        assert hf_config is not None, "the schema requires one of them"
-        files.folder = source
-        files.hf_config = hf_config
-        name = str(source.path / "config.json") if source else "model.config"
-        with at(name):
-            hf_config = model_config.resolve_fields(hf_config, config.model)
-        if config.objective.type == "reward":
-            hf_config = model_config.make_reward_fields(hf_config)
-        elif model_config.is_reward_model(hf_config):
-            raise UserError(
-                f"objective.type = {config.objective.type}: {name} is that of a reward model, "
-                "which has no head for tokens. Use objective.type=reward, or the model it was "
-                "made from."
-            )
-        files.hf_config = hf_config
-        with at(name):
-            model = model_config.parse_model_config(hf_config, row_tokens=config.data.row_tokens)
-        model = model_config.add_router_losses(model, config.model)
-        if source is not None and not source.is_on_hub:
-            weights.open_folder(source, decoder.param_table(model))
-        files.adapter = peft.resolve(config.adapter, model)
-        files.config = files.adapter.model
-    return files
+def read_model(config: Config, hf_config: dict[str, Any] | None = None) -> ModelFiles:
+    """Reads the model's config.json, changes its RoPE, adds adapters, and checks local weights.
+
+    Args: hf_config: fields of a checkpoint's config.json, instead of those of model.source.
+    """
+    source = None
+    field = "model.config"
+    needs_folder = hf_config is None or config.step.has_frozen_weights
+    if needs_folder and config.model.source is not None:
+        source = folder.find(config.model.source)
+        field = str(source.path / "config.json")
+        hf_config = source.config_fields if hf_config is None else hf_config
+    hf_config = config.model.config if hf_config is None else hf_config
+    assert hf_config is not None, "the schema requires one of them"
+    with at(field):
+        hf_config = model_config.resolve_fields(hf_config, config.model)
+    if config.objective.type == "reward":
+        hf_config = model_config.make_reward_fields(hf_config)
+    elif model_config.is_reward_model(hf_config):
+        raise UserError(
+            f"objective.type = {config.objective.type}: {field} is that of a reward model, "
+            "which has no head for tokens. Use objective.type=reward, or the model it was "
+            "made from."
+        )
+    with at(field):
+        model = model_config.parse_model_config(hf_config, row_tokens=config.data.row_tokens)
+    model = model_config.add_router_losses(model, config.model)
+    if source is not None and not source.is_on_hub:
+        weights.open_folder(source, decoder.param_table(model))
+    adapter = peft.resolve(config.adapter, model)
+    return ModelFiles(folder=source, hf_config=hf_config, adapter=adapter)
 
 
 def load_checked_tokenizer(
     config: Config,
-    files: ModelFiles,
-    opened: OpenedSources,
-    run_model_dir: pathlib.Path | None,
-    problems: ProblemCollector,
+    source: ModelFolder | None,
+    model: ModelConfig | None,
+    run_model_dir: pathlib.Path | None = None,
+    *,
+    has_text: bool,
 ) -> "transformers.PreTrainedTokenizerBase | None":
-    """The tokenizer, if a source or the config needs one and it can be found."""
-    is_source_missing = config.model.source is not None and files.hf_config is None
-    needs_tokenizer = opened.have_text or config.eval.tasks or config.run.generate_samples
-    if config.model.tokenizer is None and (is_source_missing or not needs_tokenizer):
+    """The tokenizer; None if neither data (`has_text`) nor the config need one.
+
+    Args: source, model: None if they have reported a problem.
+    """
+    is_needed = has_text or config.eval.tasks or config.run.generate_samples
+    is_source_missing = config.model.source is not None and model is None
+    if config.model.tokenizer is None and (is_source_missing or not is_needed):
         return None
-    tokenizer = None
-    with problems.collect():
-        tokenizer = load_tokenizer(config, files.folder, run_model_dir)
-        # A given model may have more tokens than rows of its embedding: gemma-3-1b has one more.
-        # tokenize_dataset refuses those that occur.
-        model = files.config if config.model.source is None else None
-        if model is not None and len(tokenizer) > model.vocab_size:
-            raise UserError(
-                f"model.tokenizer: has {len(tokenizer):,} different tokens, but the model's "
-                f"vocab_size is {model.vocab_size:,}. Set "
-                f"model.config.vocab_size={len(tokenizer)}, or more."
-            )
+    tokenizer = load_tokenizer(config, source, run_model_dir)
+    # A given model may have more tokens than rows of its embedding: gemma-3-1b has one more.
+    # tokenize_dataset refuses those that occur.
+    if model is not None and config.model.source is None and len(tokenizer) > model.vocab_size:
+        raise UserError(
+            f"model.tokenizer: has {len(tokenizer):,} different tokens, but the model's "
+            f"vocab_size is {model.vocab_size:,}. Set "
+            f"model.config.vocab_size={len(tokenizer)}, or more."
+        )
     return tokenizer
 
 

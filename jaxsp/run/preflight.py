@@ -1,10 +1,10 @@
 """Checks and compilation before the first step of a run."""
 
 import dataclasses
-import hashlib
 import itertools
 import pathlib
 import time
+import zlib
 from collections.abc import Callable
 
 import jax
@@ -51,7 +51,6 @@ def check_agreement(run: Run) -> None:
     """
     if jax.process_count() == 1:
         return
-    start = run.start
     compared = [
         (f"data: {source.name}", digest)
         for data in (run.train_set, *run.eval_sets)
@@ -59,31 +58,21 @@ def check_agreement(run: Run) -> None:
     ]
     compared += [
         ("the config", repr(run.config)),
-        ("the checkpoint to resume from", repr(start.rows_consumed)),
+        ("the checkpoint to resume from", repr(run.start.rows_consumed)),
         ("XLA_FLAGS", repr(run.spec.compile_options)),
         ("attention (the devices' memory or versions)", repr(run.spec.attention)),
     ]
-    digests = [hashlib.sha256(text.encode()).digest()[:8] for _, text in compared]
-    hashes = [np.frombuffer(digest, np.int32) for digest in digests]
-    local = np.stack([np.array([start.step, 0], np.int32), *hashes])
-    all_processes = multihost_utils.process_allgather(local)
-    resume.check_same_step(run.config.run, all_processes[:, 0, 0])
-    is_different = (all_processes[:, 1:] != all_processes[0, 1:]).any((0, 2))
-    for (name, _), differs in zip(compared, is_different, strict=True):
-        if differs:
+    hashes = [zlib.crc32(text.encode()) for _, text in compared]
+    all_processes = multihost_utils.process_allgather(
+        np.array([run.start.step, *hashes], np.uint32)
+    )
+    resume.check_same_step(run.config.run, all_processes[:, 0])
+    for (name, _), (first, *others) in zip(compared, all_processes[:, 1:].T, strict=True):
+        if (first != others).any():
             raise UserError(
                 f"{name}: must be the same in all processes. Give all of them the same files, "
                 "for example in a folder that all nodes share."
             )
-
-
-def make_early_stopping(run: Run) -> EarlyStopping:
-    """Early stopping with the state of the run's own checkpoint, if it resumes from one."""
-    return EarlyStopping(
-        run.config.run,
-        run.ranking_eval_set,
-        resumed_state=run.start.early_stopping if run.is_resume else None,
-    )
 
 
 def describe_completion(run: Run, early_stopping: EarlyStopping) -> str | None:
@@ -122,17 +111,14 @@ def report_checks(run: Run, console: rich.console.Console) -> None:
 
     Raises: UserError if a kernel is wrong on this device, or if no checkpoint fits on the disk.
     """
-    spec = run.spec
-    lines: list[str | None] = [*selfcheck.check_device(spec)]
+    lines: list[str | None] = [*selfcheck.check_device(run.spec)]
     if jax.process_index() == 0:
-        items = reader.list_items(train_state.abstract_inputs(spec)[0], spec.table)
+        items = reader.list_items(train_state.abstract_inputs(run.spec)[0], run.spec.table)
         warning = check_space(
             run.directory,
             run.config.checkpoint,
             checkpoint_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(items)),
-            num_checkpoints=checkpoint_schedule.count(
-                run.config.run, spec.num_steps - run.start.step
-            ),
+            num_checkpoints=checkpoint_schedule.count(run.config.run, len(run.schedule)),
         )
         lines.append(warning)
     for line in filter(None, lines):
@@ -186,14 +172,13 @@ def compile_step(spec: StepSpec, console: rich.console.Console) -> RunStep:
     Raises: UserError if the step does not fit the device or the host.
     """
     began = time.perf_counter()
+    numbers = itertools.count(1)
     with console.status("compiling the step") as status:
-        numbers = itertools.count(1)
 
         def print_candidate(candidate: StepSpec) -> None:
-            text = f"compiling the step: remat {candidate.remat_policy.remat}"
             number = next(numbers)
-            if number > 1:
-                text += f", candidate {number}"
+            text = f"compiling the step: remat {candidate.remat_policy.remat}"
+            text += f", candidate {number}" if number > 1 else ""
             if console.is_terminal:
                 status.update(text)
             else:

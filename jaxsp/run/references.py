@@ -4,6 +4,7 @@ They are in the run's directory, which a resumed run reads, and in the cache of 
 other runs read, also those on other meshes. Files are named by fingerprints of data and model.
 """
 
+import dataclasses
 import hashlib
 import io
 import os
@@ -17,10 +18,14 @@ from jax.experimental import multihost_utils
 from jaxsp.blocks import layers
 from jaxsp.core import files
 from jaxsp.core.units import format_count
+from jaxsp.data.ingest import source_files
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.evaluation import evaluator
 from jaxsp.evaluation.evaluator import Evaluator
+from jaxsp.hf import folder, peft
+from jaxsp.run import initial_weights
+from jaxsp.run.initial_weights import InitialWeights
 from jaxsp.training.specs import StepSpec
 
 FOLDER = "references"
@@ -33,109 +38,123 @@ _VERSION = 1
 """Part of the names of files. Increase it when the same documents would get other numbers."""
 
 
-def list_missing(spec: StepSpec, data_sets: Sequence[PackedDataset]) -> list[PackedDataset]:
-    """Data sets whose log-probabilities by the reference model are needed and unknown."""
-    if not spec.objective.needs_reference:
-        return []
-    return [data for data in data_sets if data.documents.references is None]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Reference model of an objective: the model before step 1, also of a resumed run.
 
-
-def prepare(
-    spec: StepSpec,
-    data_sets: Sequence[PackedDataset],
-    *,
-    folders: Sequence[pathlib.Path],
-    weights_identity: str,
-    make_weights: Callable[[], layers.Weights],
-    print_line: Callable[[str], None] = lambda text: None,
-    on_batch: Callable[[], None] = lambda: None,
-) -> None:
-    """Reads or computes the log-probabilities of the documents of data sets that have none.
-
-    All processes call it together; process 0 reads and writes the files.
-
-    Args:
-        folders: folder in the run's directory, or none for an evaluation of a model without a run.
-        weights_identity: fingerprint of the reference model's weights.
-        make_weights: makes these weights, sharded as the step's.
+    New adapters change nothing, so that its weights have the structure of the run's.
     """
-    import datasets
 
-    missing = list_missing(spec, data_sets)
-    weights = None
-    for data in missing:
-        num_documents = len(data.documents.lengths)
-        name = _make_name(spec, data, weights_identity)
+    spec: StepSpec
+    source: str | None
+    """The run's model.source."""
+    adapter_source: str | None
+    """The run's adapter.source; evaluations of a checkpoint have none in their config."""
+    run_dir: pathlib.Path | None
+    """Directory of the run; None for an evaluation of a model without a run."""
+    is_resume: bool
+    """True if the run has started before, with this model. Its files may be gone.
+
+    A run that starts in the directory of another one, which has no checkpoint, may have another
+    model."""
+
+    @property
+    def is_needed(self) -> bool:
+        return self.spec.objective.needs_reference
+
+    def open(self) -> InitialWeights:
+        """Checks the files of the weights. Raises: UserError as `open_sources`."""
+        return initial_weights.open_sources(
+            self.spec,
+            None if self.source is None else folder.find(self.source),
+            None if self.adapter_source is None else peft.find(self.adapter_source),
+        )
+
+    def identify(self) -> str:
+        """Fingerprint of the weights, which changes when a file does."""
+        opened = self.open()
+        readers = filter(None, (opened.reader, opened.adapter_reader))
+        parts = [repr(source_files.file_identities(reader.list_files())) for reader in readers]
+        if opened.reader is None:
+            parts.insert(0, f"random weights, seed {self.spec.config.seed}")
+        return ", ".join(parts)
+
+    def _find_identity(self) -> str:
+        """The fingerprint that the run has kept, if it is resumed; otherwise that of the files."""
+        path = None if self.run_dir is None else self.run_dir / FOLDER / _IDENTITY_FILE
+        if self.is_resume and path is not None and path.is_file():
+            return path.read_text(encoding="utf-8")
+        return self.identify()
+
+    def list_missing(self, data_sets: Sequence[PackedDataset]) -> list[PackedDataset]:
+        """Data sets whose log-probabilities are needed and unknown."""
+        return [x for x in data_sets if self.is_needed and x.documents.references is None]
+
+    def prepare(
+        self,
+        data_sets: Sequence[PackedDataset],
+        *,
+        make_weights: Callable[[], layers.Weights] | None = None,
+        print_line: Callable[[str], None],
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Reads or computes the log-probabilities of the documents of data sets that have none.
+
+        All processes call it together; process 0 reads and writes the files.
+
+        Args: make_weights: makes the model's weights, sharded as the step's; None: reads them.
+        """
+        import datasets
+
+        missing = self.list_missing(data_sets)
+        identity = self._find_identity() if missing else ""
         cache = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / FOLDER
-        paths = [folder / name for folder in (*folders, cache)]
-        references = None
-        if jax.process_index() == 0:
-            for path in paths:
-                references = _read(path, num_documents) if references is None else references
-        is_known = references is not None
-        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(is_known)):
-            sent = np.zeros(num_documents, np.float32) if references is None else references
-            references = np.asarray(multihost_utils.broadcast_one_to_all(sent))
-        if references is None:
-            print_line(
-                f"computing the log-probabilities of {format_count(num_documents, 'document')} of "
-                f"{data.name} by the reference model"
-            )
-            weights = make_weights() if weights is None else weights
-            rows = dataset.pack_documents(
-                data.name,
-                data.documents,
-                **spec.config.packing,
-                digests=data.digests,
-            )
-            sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
-            references = -sums.losses_D.astype(np.float32)
         existing = next(path for path in (cache, *cache.parents) if path.exists())
-        # a cache may be read-only
-        if jax.process_index() == 0 and os.access(existing, os.W_OK):
-            _write(cache / name, references)
-        data.documents.references = references
+        weights = None
+        for data in missing:
+            num_documents = len(data.documents.lengths)
+            name = _make_name(self.spec, data, identity)
+            references = None
+            if jax.process_index() == 0:
+                if self.run_dir is not None:
+                    references = _read(self.run_dir / FOLDER / name, num_documents)
+                references = (
+                    _read(cache / name, num_documents) if references is None else references
+                )
+            is_known = references is not None
+            if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(is_known)):
+                sent = np.zeros(num_documents, np.float32) if references is None else references
+                references = np.asarray(multihost_utils.broadcast_one_to_all(sent))
+            if references is None:
+                print_line(
+                    f"computing the log-probabilities of {format_count(num_documents, 'document')} "
+                    f"of {data.name} by the reference model"
+                )
+                if weights is None:
+                    weights = self.open().make() if make_weights is None else make_weights()
+                rows = dataset.pack_documents(
+                    data.name, data.documents, **self.spec.config.packing, digests=data.digests
+                )
+                sums = Evaluator(self.spec, [rows]).score(rows, weights, on_batch=on_batch)
+                references = -sums.losses_D.astype(np.float32)
+            # a cache may be read-only
+            if jax.process_index() == 0 and os.access(existing, os.W_OK):
+                _write(cache / name, references)
+            data.documents.references = references
 
-
-def keep(
-    spec: StepSpec,
-    data_sets: Sequence[PackedDataset],
-    folder: pathlib.Path,
-    *,
-    find_identity: Callable[[pathlib.Path], str],
-) -> None:
-    """Writes the log-probabilities that jaxsp computed into a run's directory.
-
-    Args:
-        folder: see `FOLDER`.
-        find_identity: returns the fingerprint of the reference model: see `choose_identity`.
-    """
-    if not spec.objective.needs_reference or jax.process_index() > 0:
-        return
-    computed = [data for data in data_sets if not data.documents.has_given_references]
-    if not computed:
-        return
-    identity = find_identity(folder)
-    for data in computed:
-        references = data.documents.references
-        assert references is not None, "prepared before"
-        _write(folder / _make_name(spec, data, identity), references.astype(np.float32))
-    files.write_atomic(folder / _IDENTITY_FILE, identity)
-
-
-def choose_identity(folder: pathlib.Path, *, is_resume: bool, compute: Callable[[], str]) -> str:
-    """Fingerprint of the reference model of a run.
-
-    A resumed run has kept it. A run that starts in the directory of another one, which has no
-    checkpoint, may have another model.
-    """
-    return (read_identity(folder) if is_resume else None) or compute()
-
-
-def read_identity(folder: pathlib.Path) -> str | None:
-    """Fingerprint of the reference model of the run that has this folder; None if it has none."""
-    path = folder / _IDENTITY_FILE
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    def keep(self, data_sets: Sequence[PackedDataset]) -> None:
+        """Writes the log-probabilities that jaxsp computed into the run's directory."""
+        computed = [data for data in data_sets if not data.documents.has_given_references]
+        if not self.is_needed or jax.process_index() > 0 or not computed:
+            return
+        assert self.run_dir is not None, "evaluations keep nothing"
+        kept = self.run_dir / FOLDER
+        identity = self._find_identity()
+        for data in computed:
+            references = data.documents.references
+            assert references is not None, "prepared before"
+            _write(kept / _make_name(self.spec, data, identity), references.astype(np.float32))
+        files.write_atomic(kept / _IDENTITY_FILE, identity)
 
 
 def _make_name(spec: StepSpec, data: PackedDataset, weights_identity: str) -> str:

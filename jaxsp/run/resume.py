@@ -2,26 +2,29 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import pathlib
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.checkpoint import run_paths, run_storage
+from jaxsp.checkpoint import reader, run_paths, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import yaml_io
 from jaxsp.core import errors, files, paths, urls
-from jaxsp.core.errors import UserError, at
+from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
-from jaxsp.run import config_changes, config_file
+from jaxsp.run import config_file
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
@@ -32,6 +35,60 @@ _NO_START = -2
 
 _UNNUMBERED = -1
 """Sent instead of a step if the checkpoint's folder is not called by its step."""
+
+_TOKEN_FIELDS = tuple(
+    "data.train data.eval_fraction data.chat_template model.tokenizer model.source".split()
+)
+"""Prefixes of fields that change the tokens."""
+
+_NEUTRAL_FIELDS = (
+    *("mesh.", "logging.", "checkpoint.", "memory.", "attention.", "eval.", "data.eval."),
+    *("batch.rows_per_microbatch", "data.num_workers", "model.experts_kernel"),
+    *("run.compilation_cache", "run.deterministic", "run.early_stopping", "run.eval_at_start"),
+    *("run.eval_every", "run.generate_samples", "run.log_every", "run.save_every"),
+    *("run.shutdown_grace", "run.step_timeout", "run.stop_after"),
+)
+"""Prefixes of fields that change neither rows nor weights, except for rounding."""
+
+_ALTERING_FIELDS = ("memory.grad_reduce_dtype",)
+"""Exceptions to _NEUTRAL_FIELDS."""
+
+_UNREPORTED_FIELDS = ("run.directory", "run.staging", "run.resume", "run.on_data_change")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunCheckpoint:
+    """Checkpoint that a run resumes from."""
+
+    path: pathlib.Path
+    meta: CheckpointMeta
+    config: Config
+    """Config of the checkpoint's run."""
+
+    def add_adapter(self, config: Config) -> Config:
+        """Returns a config with the checkpoint's adapter, whose source may be gone, if it has the
+        same fields."""
+        saved = self.config.adapter
+        given = config.adapter.model_dump(exclude_unset=True)
+        is_same = saved.model_copy(update=given) == saved
+        return config.model_copy(update={"adapter": saved}) if is_same else config
+
+
+def open_checkpoint(
+    run: RunConfig, skip: Sequence[pathlib.Path], problems: ProblemCollector
+) -> RunCheckpoint | None:
+    """Opens the checkpoint to resume from; None for a new run. All processes must call it together.
+
+    Args: skip: damaged checkpoints.
+    """
+    path = None
+    with problems.collect():
+        path = find_checkpoint(run, skip=skip)
+    check_same_checkpoint(run, path, problems)
+    if path is None:
+        return None
+    meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
+    return RunCheckpoint(path=path, meta=meta, config=config_file.parse(meta.config))
 
 
 def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
@@ -192,28 +249,25 @@ def find_model_dir(checkpoint: pathlib.Path) -> pathlib.Path | None:
 
 
 def make_start_point(
-    meta: CheckpointMeta,
-    checkpoint: pathlib.Path,
-    config: Config,
-    *,
-    model: ModelConfig,
-    data: PackedDataset,
+    checkpoint: RunCheckpoint, config: Config, *, model: ModelConfig, data: PackedDataset
 ) -> StartPoint:
     """Builds the starting point of a run from a checkpoint.
 
     Raises: UserError if the checkpoint is of another model, optimizer or data.
     """
-    saved = config_file.parse(meta.config)
+    meta = checkpoint.meta
+    saved = checkpoint.config
+    path = checkpoint.path
     merge = " --merge" if saved.adapter.type != "none" else ""
     suggestion = (
         "Undo the change, or start a new run with these weights: jaxsp export "
-        f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
+        f"{path} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
     )
-    differences = _list_model_differences(meta, checkpoint, saved, config, model)
+    differences = _list_model_differences(checkpoint, config, model)
     if saved.optimizer.state_kind != config.optimizer.state_kind:
         field = "name" if saved.optimizer.name != config.optimizer.name else "momentum"
         differences.append(
-            f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}."
+            f"optimizer.{field}: {path} has the state of {saved.optimizer.state_kind}."
         )
     params = jax.tree.leaves(decoder.param_table(model))
     frozen, saved_frozen = (
@@ -222,76 +276,118 @@ def make_start_point(
     )
     if changed := sorted(frozen ^ saved_frozen):
         state = "frozen" if changed[0] in saved_frozen else "trained"
-        differences.append(f"optimizer.groups: {changed[0]} is {state} in {checkpoint}.")
+        differences.append(f"optimizer.groups: {changed[0]} is {state} in {path}.")
     problems = [f"{difference} {suggestion}" for difference in differences]
     rows_consumed = meta.rows_consumed
-    changes = config_changes.list_changes(saved, config)
+    changes = _list_changes(saved, config)
     if data_changes := dataset.describe_changes(
         meta.data, data.fingerprint(config.data, seed=config.run.seed)
     ):
         text = "; ".join(data_changes)
         has_same_length = saved.data.row_tokens == config.data.row_tokens
-        if config.run.on_data_change == "error":
-            fields = [x for x in changes if x.startswith(config_changes.TOKEN_FIELDS)]
-            reason = f" (changed: {', '.join(fields)})" if fields else ""
-            alternative = " or continue (skip as many new rows)" if has_same_length else ""
-            problems.append(
-                f"{text}{reason}: the rows are not those that {checkpoint} has consumed "
-                f"({meta.rows_consumed:,} rows of {saved.data.row_tokens:,} tokens). Undo the "
-                "change, or set run.on_data_change=restart (start with the first of the new rows)"
-                f"{alternative}."
-            )
-        elif config.run.on_data_change == "continue" and not has_same_length:
-            problems.append(
-                f"{text}: run.on_data_change = continue: must have the same data.row_tokens as "
-                "before. Use restart."
-            )
-        if config.run.on_data_change == "restart":
-            effect = "starts with the first of the new rows"
-            rows_consumed = 0
-        else:
-            effect = f"skips as many new rows as were consumed of the old ones ({rows_consumed:,})"
-        changes = (*changes, f"{text}: {effect}")
+        effect = f"skips as many new rows as were consumed of the old ones ({rows_consumed:,})"
+        match config.run.on_data_change:
+            case "error":
+                fields = [x for x in changes if x.startswith(_TOKEN_FIELDS)]
+                reason = f" (changed: {', '.join(fields)})" if fields else ""
+                alternative = " or continue (skip as many new rows)" if has_same_length else ""
+                problems.append(
+                    f"{text}{reason}: the rows are not those that {path} has consumed "
+                    f"({rows_consumed:,} rows of {saved.data.row_tokens:,} tokens). Undo the "
+                    "change, or set run.on_data_change=restart (start with the first of the new "
+                    f"rows){alternative}."
+                )
+            case "continue" if not has_same_length:
+                problems.append(
+                    f"{text}: run.on_data_change = continue: must have the same data.row_tokens as "
+                    "before. Use restart."
+                )
+            case "restart":
+                effect = "starts with the first of the new rows"
+                rows_consumed = 0
+        changes.append(f"{text}: {effect}")
     if problems:
         raise UserError(problems)
-    return StartPoint(
-        checkpoint=checkpoint,
+    start = StartPoint(
+        checkpoint=path,
         step=meta.step,
         rows_consumed=rows_consumed,
         num_tokens=meta.num_tokens_total,
         has_pending_evaluation=meta.has_pending_evaluation,
         early_stopping=meta.early_stopping,
-        config_changes=changes,
+        config_changes=tuple(changes),
+    )
+    before, now = (find_next_rate(each, start, data) for each in (saved, config))
+    if before != now:
+        changes.insert(0, f"learning rate of step {start.step + 1:,} {before} -> {now}")
+    return dataclasses.replace(start, config_changes=tuple(changes))
+
+
+def find_next_rate(config: Config, start: StartPoint, data: PackedDataset) -> str:
+    """Learning rate of the step after a start, as text."""
+    num_steps = config.run.steps
+    if num_steps is None:
+        num_steps = start.step + len(make_schedule(config, start, data))
+    rate = config.optimizer.make_rate(max(num_steps, start.step))(jnp.int32(start.step))
+    return f"{float(rate):.3g}"
+
+
+def make_schedule(config: Config, start: StartPoint, data: PackedDataset) -> RowSchedule:
+    """Rows of the steps of a config after a start."""
+    steps = config.run.steps
+    return data.make_schedule(
+        config.batch.rows_per_step,
+        consumed=start.rows_consumed,
+        num_steps=None if steps is None else max(steps - start.step, 0),
+        epochs=config.run.epochs,
     )
 
 
+def _list_changes(saved: Config, config: Config) -> list[str]:
+    """Changed fields with both values; those without effect on the model come last, as one."""
+    before, now = (dict(yaml_io.flatten(each.model_dump(mode="json"))) for each in (saved, config))
+    altering: list[str] = []
+    neutral: list[str] = []
+    for field in before | now:
+        if before.get(field) == now.get(field) or field in _UNREPORTED_FIELDS:
+            continue
+        old, new = (
+            yaml_io.shorten(yaml_io.format_value(fields.get(field)), 60)  # a template has pages
+            for fields in (before, now)
+        )
+        is_neutral = field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS
+        (neutral if is_neutral else altering).append(f"{field} {old} -> {new}")
+    if neutral:
+        altering.append(f"{' and '.join(neutral)} (without effect on what the model learns)")
+    return altering
+
+
 def _list_model_differences(
-    meta: CheckpointMeta,
-    checkpoint: pathlib.Path,
-    saved_config: Config,
-    config: Config,
-    model: ModelConfig,
+    checkpoint: RunCheckpoint, config: Config, model: ModelConfig
 ) -> list[str]:
     """Differences between the model and adapter of a checkpoint and those of the config."""
-    adapter = vars(config.adapter)
-    if config.adapter.type != saved_config.adapter.type:
-        adapter = {"type": config.adapter.type}
-    before = {name: getattr(saved_config.adapter, name) for name in adapter}
+    path = checkpoint.path
+    now = vars(config.adapter)
+    before = vars(checkpoint.config.adapter)
+    if now["type"] != before["type"]:
+        now = {"type": now["type"]}
     lines = [
         f"adapter.{name} = {yaml_io.format_value(value)}: is "
-        f"{yaml_io.format_value(before[name])} in {checkpoint}."
-        for name, value in adapter.items()
+        f"{yaml_io.format_value(before[name])} in {path}."
+        for name, value in now.items()
         if name != "source" and value != before[name]
     ]
     with at("model.config"):
-        saved = model_config.parse_model_config(meta.model, row_tokens=saved_config.data.row_tokens)
+        saved = model_config.parse_model_config(
+            checkpoint.meta.model, row_tokens=checkpoint.config.data.row_tokens
+        )
     saved = _without_training_choices(saved)
     model = _without_training_choices(model)
     pairs = {name: (value, getattr(saved, name)) for name, value in vars(model).items()}
     del pairs["layers"], pairs["lora"]
     pairs |= _pair_layers(model.layers, saved.layers)
     return lines + [
-        f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}."
+        f"model: {name} = {value}: is {saved_value} in the model of {path}."
         for name, (value, saved_value) in pairs.items()
         if value != saved_value
     ]

@@ -19,7 +19,8 @@ from jaxsp.evaluation import evaluator
 from jaxsp.hf import folder
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.run.config_file import Config
-from jaxsp.run.initial_weights import InitialWeights, Reference
+from jaxsp.run.initial_weights import InitialWeights
+from jaxsp.run.references import Reference
 from jaxsp.run.stop_tokens import StopTokens
 from jaxsp.tasks.task import Sample
 from jaxsp.training.specs import StepSpec
@@ -45,13 +46,6 @@ class StartPoint:
     early_stopping: EarlyStoppingState | None = None
     config_changes: tuple[str, ...] = ()
     """Config fields that differ from the checkpoint's."""
-
-    def is_resume_in(self, directory: pathlib.Path) -> bool:
-        """True if the run resumes from a checkpoint of its own, in `directory`."""
-        return (
-            self.checkpoint is not None
-            and self.checkpoint.parent.resolve() == (directory / CHECKPOINTS_DIR).resolve()
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,12 +101,20 @@ class Run(PreparedModel):
     @functools.cached_property
     def is_resume(self) -> bool:
         """True if the run resumes from a checkpoint of its own."""
-        return self.start.is_resume_in(self.directory)
+        path = self.start.checkpoint
+        own = self.directory / CHECKPOINTS_DIR
+        return path is not None and path.parent.resolve() == own.resolve()
 
     @property
     def reference(self) -> Reference:
         """Reference model of the objective."""
-        return Reference(self.spec, self.config.model.source, self.config.adapter.source)
+        return Reference(
+            spec=self.spec,
+            source=self.config.model.source,
+            adapter_source=self.config.adapter.source,
+            run_dir=self.directory,
+            is_resume=self.is_resume,
+        )
 
     @functools.cached_property
     def ranking_eval_set(self) -> dict[str, str] | None:

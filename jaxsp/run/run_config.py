@@ -16,6 +16,7 @@ from jaxsp.config.fields import (
     NonNegativeFloat,
     PositiveCount,
     PositiveDuration,
+    PositiveNumber,
     for_training,
     with_examples,
 )
@@ -41,8 +42,9 @@ class RunConfig(ConfigSection):
     steps: Annotated[PositiveCount | None, with_examples(1000)] = None
     """Number of optimizer updates. Set this or epochs. Steps before a resume count, and a
     checkpoint is written after the last step."""
-    epochs: Annotated[PositiveCount | None, with_examples(1)] = None
-    """Number of passes over the training data. Set this or steps."""
+    epochs: Annotated[PositiveNumber | None, with_examples(1)] = None
+    """Number of passes over the training data. Set this or steps. A fraction ends within an epoch:
+    0.5 trains on half of its rows, rounded up to whole steps."""
     log_every: PositiveCount = 1
     """Steps between two lines of metrics.jsonl."""
     save_every: Annotated[
@@ -142,24 +144,18 @@ class RunConfig(ConfigSection):
                         f"Set {HERE}.early_stopping_patience=3, or {HERE}.{name}={unset}."
                     )
 
-    @pydantic.field_validator("save_every", mode="before")
+    @pydantic.field_validator("save_every", "eval_every", mode="before")
     @classmethod
-    def _check_save_every(cls, value: Any) -> Any:
+    def _check_interval(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         if value is None or value == "epoch" or fields.is_count(value):
             return value
+        if info.field_name == "eval_every":
+            raise ValueError("must be a number of steps, epoch, or null")
         try:
             return fields.parse_positive_duration(value)
         except ValueError:
-            raise ValueError(
-                "must be a number of steps, a duration such as 30m, epoch, or null"
-            ) from None
-
-    @pydantic.field_validator("eval_every", mode="before")
-    @classmethod
-    def _check_eval_every(cls, value: Any) -> Any:
-        if value is not None and not fields.is_count(value) and value != "epoch":
-            raise ValueError("must be a number of steps, epoch, or null")
-        return value
+            rule = "must be a number of steps, a duration such as 30m, epoch, or null"
+            raise ValueError(rule) from None
 
     @pydantic.field_validator("xla_options", mode="before")
     @classmethod

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import functools
 import importlib.metadata
 import pathlib
 import platform
@@ -23,7 +22,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.model import flops
-from jaxsp.run import metrics, references, stored_run, task_plots
+from jaxsp.run import metrics, stored_run, task_plots
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.config_file import Config
 from jaxsp.run.metrics import MetricsWriter, StartLine
@@ -65,15 +64,7 @@ class RunDirectory:
             enter = stack.enter_context
             enter(run_lock.lock(directory))
             _write_first_files(run, banner_text, start_line)
-            find_identity = functools.partial(
-                references.choose_identity, is_resume=run.is_resume, compute=run.reference.identify
-            )
-            references.keep(
-                run.spec,
-                [run.train_set, *run.eval_sets],
-                directory / references.FOLDER,
-                find_identity=find_identity,
-            )
+            run.reference.keep([run.train_set, *run.eval_sets])
             self.trackers = enter(Trackers(config, from_step=from_step, is_resume=run.is_resume))
             receivers = (self.trackers.log, on_line) if on_line else (self.trackers.log,)
             self.metrics = enter(MetricsWriter(directory, from_step=from_step, receivers=receivers))

@@ -23,7 +23,7 @@ from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.blocks import float8
 from jaxsp.blocks.block_config import DeltaNetConfig
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, first_line
 from jaxsp.core.layout import KEPT_ORDER
 from jaxsp.core.units import GIB
 from jaxsp.delta_rule import delta_rule
@@ -51,33 +51,39 @@ class KernelCheck:
     inputs: Mapping[str, np.ndarray]
     """Inputs by name; the last is the gradient of the output."""
     constants: Sequence[np.ndarray] = ()
-    find_error: Callable[[np.ndarray, np.ndarray], Any]
+    find_error: Callable[[np.ndarray, np.ndarray], Any] = lambda *pair: _compare(*pair)
     """Error of actual values, compared with expected ones."""
     options: Mapping[str, Any] | None = None
     """XLA's compile options; None: without autotuning, which would take longer than the rest."""
 
     def run(self, device: jax.Device) -> None:
         """Raises: UserError, with a suggestion, if the kernel is wrong or does not run."""
+        problem = ""
         try:
             errors = self.measure_errors(device)
         except Exception as error:  # compilers of kernels have errors of many classes
-            reason = str(error).partition("\n")[0]
-            raise self._make_error(f"does not run on this device: {reason}", device) from error
+            errors = {}
+            problem = f"does not run on this device: {first_line(error)}"
         limit = self.tolerance
-        wrong = [f"{name} {error:.3g}" for name, error in errors.items() if not error <= limit]
-        if wrong:
+        if wrong := [f"{name} {error:.3g}" for name, error in errors.items() if not error <= limit]:
             problem = f"computes wrong results on this device (relative error of {', '.join(wrong)}"
-            raise self._make_error(f"{problem}; must be at most {limit:g})", device)
+            problem += f"; must be at most {limit:g})"
+        if problem:
+            raise UserError(
+                f"{self.field}: {problem}. Nothing was trained. Versions: jax {jax.__version__}, "
+                f"jaxlib {jaxlib.__version__}, {cudnn_calls.describe_version()} on "
+                f"{device.device_kind}. Use {self.suggestion}, or other releases."
+            )
 
     def measure_errors(self, device: jax.Device) -> dict[str, float]:
         """Errors of the output, `out`, and of the gradient of each input, such as `dq`."""
         reference = dataclasses.replace(self, kernel=self.reference, dtype="float32")
-        arguments = [*self.inputs.values(), *self.constants]
+        arguments = jax.device_put([*self.inputs.values(), *self.constants], device)
         results = []
         for check in (self, reference):
             compiled = check.compile(device)
             fill_free_memory(device, device.memory_stats())
-            results.append(map(np.asarray, compiled(*jax.device_put(arguments, device))))
+            results.append(map(np.asarray, compiled(*arguments)))
         names = ("out", *(f"d{name}" for name in self.inputs))
         return {x: float(self.find_error(*pair)) for x, *pair in zip(names, *results, strict=False)}
 
@@ -98,13 +104,6 @@ class KernelCheck:
         with jax.default_matmul_precision("float32" if self.dtype == "float32" else None):
             return jax.jit(compute).lower(*shapes).compile(compiler_options=options)
 
-    def _make_error(self, problem: str, device: jax.Device) -> UserError:
-        return UserError(
-            f"{self.field}: {problem}. Nothing was trained. Versions: jax {jax.__version__}, "
-            f"jaxlib {jaxlib.__version__}, {cudnn_calls.describe_version()} on "
-            f"{device.device_kind}. Use {self.suggestion}, or other releases."
-        )
-
 
 def check_device(spec: StepSpec) -> list[str]:
     """Checks a step's kernels on this process's first device, and returns a line about them.
@@ -117,37 +116,35 @@ def check_device(spec: StepSpec) -> list[str]:
         return []
     start_s = time.perf_counter()
     fields: dict[str, None] = {}
-    for check in list_checks(spec):
+    for check in _list_checks(spec):
         check.run(device)
         fields[check.field] = None
     text = f"self-check: {', '.join(fields)}: agrees with XLA on this device"
     return [f"{text} ({time.perf_counter() - start_s:.1f} s)"] if fields else []
 
 
-def list_checks(spec: StepSpec) -> Iterator[KernelCheck]:
+def _list_checks(spec: StepSpec) -> Iterator[KernelCheck]:
     """Yields checks of a step's kernels: of attention one for each kind of layer over whole rows,
     and one over chunks of rows if the strategy computes those."""
     model = spec.model
     dtype = str(spec.dtype)
-    max_segments = spec.config.max_segments
     choice = spec.attention
-    cases = {
+    kinds = {
         (tokens, score): None
         for tokens in (None, choice.strategy.tokens.on_one_device())
         for score in choice.layer_scores
         if choice.kernel.needs_selfcheck
     }
-    heads = choice.strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
-    for tokens, score in cases:
+    for tokens, score in kinds:
         yield check_attention(
             choice.kernel,
-            heads,
-            model.head_dim,
-            max_segments,
-            dtype,
-            score,
-            choice.settings,
-            combine(1, tokens),
+            heads=choice.strategy.heads.local_heads(model.num_heads, model.num_kv_heads),
+            head_dim=model.head_dim,
+            max_segments=spec.config.max_segments,
+            dtype=dtype,
+            score=score,
+            settings=choice.settings,
+            strategy=combine(1, tokens),
         )
     if model.delta_net is not None:
         yield check_delta_rule(model.delta_net, dtype)
@@ -159,6 +156,7 @@ def list_checks(spec: StepSpec) -> Iterator[KernelCheck]:
 
 def check_attention(
     kernel: Kernel,
+    *,
     heads: tuple[int, int],
     head_dim: int,
     max_segments: int,
@@ -172,9 +170,9 @@ def check_attention(
     Args: heads: numbers of query and K/V heads of a device; strategy: on one device.
     """
     # The lengths need two calls of cuDNN, with padding between segments and at the end
+    row_tokens = 1024
     starts_BM = np.array([[0, 300, 301, 520, 700, 0], [5, 695, 0, 0, 0, 0]], np.int32)
     lengths_BM = np.array([[300, 1, 211, 129, 260, 0], [690, 300, 0, 0, 0, 0]], np.int32)
-    row_tokens = 1024
     if max_segments == 1:
         starts_BM = np.zeros((2, 1), np.int32)
         lengths_BM = np.array([[row_tokens - 100], [row_tokens]], np.int32)
@@ -199,7 +197,7 @@ def check_attention(
         dtype=dtype,
         inputs=_draw(q=queries, k=keys, v=keys, out=queries),
         constants=constants,
-        find_error=functools.partial(_find_segment_error, segment_BL),
+        find_error=functools.partial(_compare_segments, segment_BL),
     )
 
 
@@ -210,10 +208,9 @@ def check_delta_rule(sizes: DeltaNetConfig, dtype: str) -> KernelCheck:
     another order. A state that passes to the next segment gives more than 0.1.
     """
     row_tokens = 1100  # more than one section, the last of which is padded
-    starts_BM = jnp.array([[3, 40, 41, 700]], jnp.int32)  # in a chunk, one token, over two sections
-    lengths_BM = jnp.array([[37, 1, 600, 390]], jnp.int32)
-    is_first_BL = np.zeros((1, row_tokens), bool)
-    is_first_BL[0, np.asarray(starts_BM[0])] = True
+    starts_BM = jnp.array([[3, 40, 41, 700]], np.int32)  # in a chunk, one token, over two sections
+    lengths_BM = jnp.array([[37, 1, 600, 390]], np.int32)
+    is_first_BL = np.isin(np.arange(row_tokens), np.asarray(starts_BM))[None]
     G = min(2, sizes.num_key_heads)
     H = G * sizes.num_heads // sizes.num_key_heads
     keys = (1, row_tokens, G, sizes.key_size)
@@ -225,38 +222,30 @@ def check_delta_rule(sizes: DeltaNetConfig, dtype: str) -> KernelCheck:
     for array in inputs.values():
         array[segment_BL < 0] = 0
     spans = RowSpans(seq=1, layout=KEPT_ORDER, tokens_per_device=row_tokens)
+
+    def recur(*inputs: Array) -> Array:
+        @jax.checkpoint  # keeps one state for each token
+        def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+            *own, is_first = (x[:, None] for x in token)
+            state = jnp.where(is_first[..., None, None, None], 0, state)
+            out, state = delta_rule.compute_token(state, *own)
+            return state, out[:, 0]
+
+        first = jnp.zeros((1, G, H // G, sizes.key_size, sizes.value_size))
+        _, out = jax.lax.scan(step, first, tuple(jnp.moveaxis(x, 1, 0) for x in inputs))
+        return jnp.moveaxis(out, 0, 1)
+
     return KernelCheck(
         field="delta net",
         suggestion=f"model.compute_dtype={'float32' if dtype == 'bfloat16' else 'bfloat16'}",
         tolerance={"bfloat16": 2e-2, "float32": 1e-4}[dtype],
         kernel=lambda *arrays: delta_rule.compute(*arrays, spans=spans),
-        reference=_recur,
+        reference=recur,
         dtype=dtype,
         inputs=inputs,
         constants=[is_first_BL],
-        find_error=functools.partial(_find_segment_error, segment_BL),
+        find_error=functools.partial(_compare_segments, segment_BL),
     )
-
-
-def _recur(q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array) -> Array:
-    """Outputs of rows, token by token: see `delta_rule.chunk`."""
-
-    def prepare(x: Array) -> Array:
-        unit = x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
-        return jnp.repeat(unit, v.shape[2] // k.shape[2], axis=2)
-
-    @jax.checkpoint  # keeps one state for each token
-    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, g, beta, is_first = token
-        old = jnp.where(is_first[:, None, None, None], 0, state) * jnp.exp(g)[..., None, None]
-        found = jnp.einsum("bhkv,bhk->bhv", old, k)
-        state = old + jnp.einsum("bhk,bhv->bhkv", k, beta[..., None] * (v - found))
-        return state, jnp.einsum("bhkv,bhk->bhv", state, q)
-
-    tokens = (prepare(q) * q.shape[-1] ** -0.5, prepare(k), v, g, beta, is_first)
-    first = jnp.zeros((*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1]), v.dtype)
-    _, out = jax.lax.scan(step, first, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
-    return jnp.moveaxis(out, 0, 1)
 
 
 def check_experts(kernel: str, *, width: int, size: int) -> KernelCheck:
@@ -292,7 +281,6 @@ def check_experts(kernel: str, *, width: int, size: int) -> KernelCheck:
         reference=functools.partial(apply, "xla"),
         inputs=inputs,
         constants=[experts_TK],
-        find_error=_find_error,
     )
 
 
@@ -313,7 +301,7 @@ def check_float8(dim_in: int, dim_out: int) -> KernelCheck:
         kernel=float8.multiply,
         reference=lambda x, weight: x @ weight.T,
         inputs=inputs,
-        find_error=functools.partial(_find_error, axis=-1),
+        find_error=functools.partial(_compare, axis=-1),
         options=compile_options.NO_TRITON,
     )
 
@@ -324,13 +312,13 @@ def _draw(**shapes: Sequence[int]) -> dict[str, np.ndarray]:
     return {name: np.array(normal(shape), jnp.bfloat16) for name, shape in shapes.items()}
 
 
-def _find_error(actual: np.ndarray, expected: np.ndarray, axis: int | None = None) -> Any:
+def _compare(actual: np.ndarray, expected: np.ndarray, axis: int | None = None) -> Any:
     """Relative error of the array, or of the row where it is largest."""
     norm = functools.partial(np.linalg.norm, axis=axis)
     return np.max(norm(actual - expected) / norm(expected))
 
 
-def _find_segment_error(segment_BL: np.ndarray, actual: np.ndarray, expected: np.ndarray) -> Any:
+def _compare_segments(segment_BL: np.ndarray, actual: np.ndarray, expected: np.ndarray) -> Any:
     """Relative root mean square error of the segment where it is largest.
 
     Padding of a row counts as a segment. The base is the root mean square of the expected values,

@@ -36,15 +36,16 @@ class StopTokens:
 
         Args: default: eos_token_id of a config without one.
         """
+        if not self.alternatives:
+            return fields
         eos_ids = fields.get("eos_token_id")
-        if eos_ids is None:
-            eos_ids = default
+        eos_ids = default if eos_ids is None else eos_ids
         ids = _list_ids(eos_ids)
         added = [tokens[-1] for tokens in self.alternatives if not set(tokens) & set(ids)]
         merged = [*dict.fromkeys([*added, *ids])]
         if added:
             eos_ids = merged if len(merged) > 1 else merged[0]
-        return fields | {"eos_token_id": eos_ids} if self.alternatives else fields
+        return fields | {"eos_token_id": eos_ids}
 
     def add_to_file(self, directory: pathlib.Path, *, default: Any) -> None:
         """Adds the tokens to the generation config of a folder, if it has one.
@@ -63,34 +64,30 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
         if not source.is_chat:
             continue
         entries = opened.records[field].entries()
-        texts = (entry["record"] for entry in entries if entry["problem"] is None)
-        first = json.loads(next(texts, "{}"))
-        # otherwise a prompt and a completion of plain text
-        if not isinstance(first.get("prompt"), str):
-            options = tokenize.resolve_options(source, data=config.data, tokenizer=tokenizer)
-            assert options is not None, "chats have a tokenizer"
+        texts = (x["record"] for x in entries if x["problem"] is None)
+        if isinstance(json.loads(next(texts, "{}")).get("prompt"), str):
+            continue  # a prompt and a completion of plain text
+        options = tokenize.resolve_options(source, data=config.data, tokenizer=tokenizer)
+        assert options is not None, "chats have a tokenizer"
+        # all sources have the same template
+        template = options.template
+        try:
+            renderer = TemplateRenderer(
+                {}, tokenizer=tokenizer, template=template, with_marks=False
+            )
+        except UserError:  # several templates, none of which is for all records
             break
-    else:
-        return StopTokens()
-    # all sources have the same template
-    try:
-        renderer = TemplateRenderer(
-            {}, tokenizer=tokenizer, template=options.template, with_marks=False
-        )
-    except UserError:  # several templates, none of which is for all records
-        return StopTokens()
-    end = turn_ends.find(tokenizer, renderer.template)
-    alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(tokens)) for tokens in end.stops)
-    description = f"turns end with {' or '.join(map(''.join, end.stops))}"
-    if not end.stops:
-        description = (
-            f"turns end with {end.text.strip()!r}, which is not a special token: generation "
-            "does not stop there"
-        )
-    return StopTokens(
-        alternatives=alternatives,
-        description=description if end.stops or end.text else "",
-    )
+        end = turn_ends.find(tokenizer, renderer.template)
+        alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(x)) for x in end.stops)
+        description = f"turns end with {' or '.join(map(''.join, end.stops))}"
+        if not end.stops:
+            description = (
+                f"turns end with {end.text.strip()!r}, which is not a special token: generation "
+                "does not stop there"
+            )
+        has_end = bool(end.stops or end.text)
+        return StopTokens(alternatives=alternatives, description=description if has_end else "")
+    return StopTokens()
 
 
 def list_stop_ids(

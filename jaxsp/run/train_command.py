@@ -12,7 +12,7 @@ import rich.console
 from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
-from jaxsp.run import build, data_preparation, jax_limits, preview, resume, stored_run, trainer
+from jaxsp.run import build, data_sets, jax_limits, preview, resume, stored_run, trainer
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import Run
 from jaxsp.system import compilation_cache, distributed, hardware, run_lock
@@ -36,7 +36,7 @@ def train(args: argparse.Namespace, config: Config, process: Process) -> None:
         preview.print_preview(config, console, num_records=args.preview or None)
         return
     if args.prepare_data:
-        data_preparation.prepare_data(config, console)
+        data_sets.prepare_data(config, console)
         return
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)

@@ -20,7 +20,7 @@ from jaxsp.evaluation import evaluator
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
-from jaxsp.run import banner, metrics, preflight, references, run_directory
+from jaxsp.run import banner, metrics, preflight, run_directory
 from jaxsp.run import console as output
 from jaxsp.run.early_stopping import EarlyStopping
 from jaxsp.run.preflight import StepFunction
@@ -63,7 +63,11 @@ def train(
     """
     preemption = preemption or Preemption(RunStatus())
     preflight.check_agreement(run)
-    early_stopping = preflight.make_early_stopping(run)
+    early_stopping = EarlyStopping(
+        run.config.run,
+        run.ranking_eval_set,
+        resumed_state=run.start.early_stopping if run.is_resume else None,
+    )
     if message := preflight.describe_completion(run, early_stopping):
         preflight.finish_run(run)
         output.print_line(console, message)
@@ -93,7 +97,7 @@ def train(
 
 def make_state(
     run: Run,
-    prepare_references: Callable[[Callable[[], layers.Weights]], None] = lambda _: None,
+    prepare_references: Callable[[Callable[[], layers.Weights] | None], None] = lambda _: None,
 ) -> tuple[TrainState, dict[str, str]]:
     """State of the first step, and checksums of the frozen weights."""
     spec = run.spec
@@ -102,13 +106,13 @@ def make_state(
         state = train_state.init_state(spec, run.weights.make())
         prepare_references(lambda: state.master)
         return state, checksums.compute_frozen(spec.table, state.master)
-    prepare_references(run.reference.make)
+    prepare_references(None)
     state = reader.restore(
         checkpoint,
         train_state.abstract_inputs(spec)[0],
         table=spec.table,
         num_steps=run.start.step,
-        frozen=run.weights.make_frozen(),
+        frozen=run.weights.make(frozen_only=True),
     )
     base_checksums = checksums.compute_frozen(spec.table, state.master)
     reader.check_base(checkpoint, base_checksums)
@@ -119,24 +123,18 @@ def _prepare_references(
     run: Run,
     console: rich.console.Console,
     status: RunStatus,
-    make_weights: Callable[[], layers.Weights],
+    make_weights: Callable[[], layers.Weights] | None,
 ) -> None:
     """Computes or reads the log-probabilities of the reference model, if the objective needs them.
 
-    Args: make_weights: makes the weights of the reference model.
+    Args: make_weights: makes the weights of the reference model; None: they are read.
     """
     data_sets = [run.train_set, *run.eval_sets]
-    if not references.list_missing(run.spec, data_sets):
+    if not run.reference.list_missing(data_sets):
         return
     status.activity = Activity(description="the reference pass")
-    folder = run.directory / references.FOLDER
-    references.prepare(
-        run.spec,
+    run.reference.prepare(
         data_sets,
-        folders=[folder],
-        weights_identity=references.choose_identity(
-            folder, is_resume=run.is_resume, compute=run.reference.identify
-        ),
         make_weights=make_weights,
         print_line=functools.partial(output.print_line, console),
         on_batch=status.heartbeat,

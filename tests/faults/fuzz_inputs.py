@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import yaml
 
-from jaxsp.core.errors import ProblemCollector
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize, tokenizers
 from jaxsp.run import config_file, model_files
@@ -145,9 +144,7 @@ def check_model(rng: random.Random) -> None:
     if changes:
         where = []
     config = config_file.parse(CONFIG, [*where, *changes])
-    problems = ProblemCollector()
-    model_files.read_model(config, None, problems)
-    problems.raise_if_any()
+    model_files.read_model(config)
 
 
 def _make_data(rng: random.Random) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.tokenization import tokenizers
@@ -55,10 +55,10 @@ def test_a_config_json_with_values_of_wrong_types_is_refused_by_name(change):
     fields = fuzz_inputs.batches.SMALL_LLAMA | {"model_type": "qwen3", "head_dim": 8} | change
     model_config.is_reward_model(fields)  # `jaxsp generate` asks before anything is checked
     config = config_file.parse(fuzz_inputs.CONFIG | {"model": {"config": fields}})
-    problems = ProblemCollector()
-    model_files.read_model(config, None, problems)
-    assert len(problems) == 1
-    assert problems[0].startswith(f"model.config.{list(change)[-1]}")
+    with pytest.raises(UserError) as error:
+        model_files.read_model(config)
+    assert len(error.value.problems) == 1
+    assert error.value.problems[0].startswith(f"model.config.{list(change)[-1]}")
 
 
 @pytest.mark.slow

@@ -10,14 +10,14 @@ import pytest
 from jaxsp import train
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenize
-from jaxsp.run import build, config_file, data_sets
+from jaxsp.run import build, config_file
 from tests.data.chat import chats
 from tests.messages import assert_names
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 CONFIG = """
-run: {directory: run, epochs: 2}
+run: {directory: run, epochs: 1.5}
 model:
   tokenizer: bytes
   config: {model_type: llama, vocab_size: 257, hidden_size: 8, num_hidden_layers: 1,
@@ -84,9 +84,3 @@ def test_a_mesh_that_fits_some_number_of_devices_is_prepared(capsys):
     changes = ["data.row_tokens=64", "mesh.seq=2", "batch.rows_per_microbatch=2"]
     train.main(["c.yaml", "--prepare-data", *changes])
     assert "steps" in capsys.readouterr().out
-
-
-def test_the_mend_of_a_tokenizer_larger_than_the_embedding_adds_rows():
-    changes = ["model.source=base", "model.config=null", "model.tokenizer=null"]
-    suggestion = data_sets._suggest_vocabulary(config_file.load("c.yaml", changes))
-    assert_names(suggestion, "resize_token_embeddings(len(tokenizer))", "save_pretrained")

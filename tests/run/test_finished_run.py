@@ -9,7 +9,7 @@ from jaxsp.checkpoint import reader, run_paths
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.run import preflight, resume
-from jaxsp.run.run import StartPoint
+from jaxsp.run.run import Run, StartPoint
 from jaxsp.run.run_config import RunConfig
 from tests import messages
 from tests.checkpoint.test_writer import make_meta
@@ -31,8 +31,9 @@ def test_a_run_that_is_done_deletes_what_a_kill_has_left(tmp_path):
 
     def finish(checkpoint):
         start = StartPoint(checkpoint=checkpoint, step=11)
-        run = types.SimpleNamespace(config=config, directory=tmp_path, ranking_eval_set=None)
-        run.is_resume = start.is_resume_in(tmp_path)
+        own = {"start": start, "config": config, "directory": tmp_path, "ranking_eval_set": None}
+        run = types.SimpleNamespace(**own)
+        run.is_resume = Run.is_resume.func(run)
         preflight.finish_run(run)
         return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 

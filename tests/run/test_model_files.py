@@ -8,7 +8,6 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import model_config
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.run import config_file, data_sets, model_files, stop_tokens
-from jaxsp.run.model_files import ModelFiles
 from jaxsp.run.stop_tokens import StopTokens
 from tests import batches
 from tests.data.chat import chats
@@ -45,35 +44,29 @@ def test_a_given_model_may_have_fewer_rows_than_its_tokenizer_has_tokens(tmp_pat
     """gemma-3-1b has one token more than its embedding has rows; no text has that token."""
     tokenizer = chats.tokenizer()
     tokenizer.save_pretrained(tmp_path / "base")
-    source = write_records(tmp_path / "a.jsonl", "text", {"text": "an answer"})
+    records = write_records(tmp_path / "a.jsonl", "text", {"text": "an answer"})
     fields = batches.SMALL_LLAMA | {"vocab_size": len(tokenizer) - 1}
     own = {"source": str(tmp_path / "base")}
     if model == "random":
         own = {"config": fields, "tokenizer": str(tmp_path / "base")}
-    config = make_config(tmp_path, source, **own)
-    problems = ProblemCollector()
-    files = ModelFiles(
-        folder=ModelFolder(
-            source="base", field="model.source", path=tmp_path / "base", config_fields=fields
-        ),
-        hf_config=fields,
-        config=model_config.parse_model_config(fields),
+    config = make_config(tmp_path, records, **own)
+    source = ModelFolder(
+        source="base", field="model.source", path=tmp_path / "base", config_fields=fields
     )
-    loaded = model_files.load_checked_tokenizer(config, files, open_sources(config), None, problems)
+    parsed = model_config.parse_model_config(fields)
+    load = lambda: model_files.load_checked_tokenizer(config, source, parsed, has_text=True)
     if model == "given":
-        problems.raise_if_any()
-        assert loaded is not None
-        assert len(loaded) == len(tokenizer)
+        assert len(load()) == len(tokenizer)
     else:
         with pytest.raises(UserError) as error:
-            problems.raise_if_any()
+            load()
         assert_names(error.value, f"model.config.vocab_size={len(tokenizer)}")
 
 
 @pytest.mark.parametrize(
     ("model", "suggestion"),
     [
-        ({"source": "base"}, "embedding"),
+        ({"source": "base"}, "resize_token_embeddings(len(tokenizer))"),
         ({"source": "base", "tokenizer": "bytes"}, "model.tokenizer=null"),
         ({"config": batches.SMALL_LLAMA, "tokenizer": "bytes"}, "model.config.vocab_size"),
     ],
@@ -88,7 +81,9 @@ def test_a_token_beyond_the_embedding_has_a_suggestion_that_is_not_in_use(
             open_sources(config), config, None, vocab_size=256, for_training=True
         )
     assert_names(error.value, "line 1", "300", suggestion)
-    others = {"embedding", "model.tokenizer=null", "model.config.vocab_size"} - {suggestion}
+    others = {"resize_token_embeddings", "model.tokenizer=null", "model.config.vocab_size"} - {
+        suggestion.partition("(")[0]
+    }
     assert not any(other in str(error.value) for other in others)
 
 

@@ -262,7 +262,9 @@ def test_the_files_of_references_belong_to_the_adapter_that_training_continues(f
     adapter = {"type": "lora", "source": str(source)}
     config = settings(folder, "identity", adapter=adapter)
     inputs = build.build_training(config, devices=jax.devices()[:1])
-    weights, reference = map(batches.name_leaves, (inputs.weights.make(), inputs.reference.make()))
+    weights, reference = map(
+        batches.name_leaves, (inputs.weights.make(), inputs.reference.open().make())
+    )
     for path in weights:
         assert batches.is_bitwise_equal(reference[path], weights[path]), path
     identity = inputs.reference.identify()

@@ -137,7 +137,7 @@ def test_a_language_model_gets_a_new_head(folder):
         settings(folder, "another", source="language"), devices=jax.devices()[:1]
     )
     spec = inputs.spec
-    assert inputs.weights.left_out.endswith("a new head, which is random")
+    assert inputs.weights.reader.left_out.endswith("a new head, which is random")
     head = np.asarray(inputs.weights.make()["head"])
     assert head.shape == (1, MODEL["hidden_size"])
     assert 0.01 < head.std() < 0.03

@@ -1,7 +1,9 @@
 """A data set: documents, and the stream of rows that they are packed into."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -44,17 +46,26 @@ class PackedDataset:
         *,
         consumed: int = 0,
         num_steps: int | None = None,
-        epochs: int | None = None,
+        epochs: float | None = None,
     ) -> RowSchedule:
         """Schedules `num_steps` more steps, or the steps to the end of `epochs` epochs.
-        Args: consumed: number of rows consumed before."""
+        Args: consumed: number of rows consumed before; epochs: a fraction ends with a whole step,
+            at the latest with its epoch."""
         # after a change of the data: the rows of a pair stay together
         begin_row = -(-consumed // self.stream.block_rows) * self.stream.block_rows
+        end_row = None
+        if epochs is not None:
+            before, end_row = map(self.stream.count_rows, (math.floor(epochs), math.ceil(epochs)))
+            # 1.1 is 11/10: the nearest float is larger, and might need one more step
+            rows = before + Fraction(str(epochs)) % 1 * (end_row - before) - begin_row
+            if before < end_row:
+                end_row = min(end_row, begin_row + math.ceil(rows / rows_per_step) * rows_per_step)
+            end_row = max(end_row, begin_row)
         return mixing.build_schedule(
             begin_row=begin_row,
             rows_per_step=rows_per_step,
             num_steps=num_steps,
-            end_row=None if epochs is None else max(self.stream.count_rows(epochs), begin_row),
+            end_row=end_row,
         )
 
     def is_epoch_end(self, schedule: RowSchedule, num_steps: int) -> bool:

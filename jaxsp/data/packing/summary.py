@@ -48,7 +48,7 @@ def _describe_rows(data: PackedDataset) -> str:
     )
 
 
-def describe_epochs(data: PackedDataset, schedule: RowSchedule, epochs: int | None) -> str:
+def describe_epochs(data: PackedDataset, schedule: RowSchedule, epochs: float | None) -> str:
     """Describes the number and the size of a run's epochs; empty if sources are mixed by weight.
     Args: epochs: run.epochs.
     Examples: `2 epochs of 5 steps`, `2 epochs of 12 rows (steps continue across epochs)`."""

@@ -301,6 +301,7 @@ def test_every_count_is_printed_before_the_first_step():
         ({"steps": 7}, "4 epochs of 7 rows (steps continue across epochs)"),
         ({"epochs": 1}, "1 epoch of 2 steps"),
         ({"steps": 1}, "0.571 epochs of 2 steps"),
+        ({"epochs": 1.5}, "1.5 epochs of 7 rows (steps continue across epochs)"),
     ],
 )
 def test_epochs_that_end_inside_a_step_are_counted_in_rows(run, expected):
@@ -314,6 +315,23 @@ def test_epochs_that_end_inside_a_step_are_counted_in_rows(run, expected):
         )
         found = summary.describe_epochs(data, schedule, fields["epochs"])
         assert found == text or (text is None and found.endswith("of 2 steps"))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "num_steps"),
+    [(0.001, 4, 1), (0.07, 1, 7), (0.5, 4, 13), (1.5, 4, 38), (1.1, 10, 11), (2, 10, 20)],
+)
+def test_a_fraction_of_an_epoch_ends_with_a_whole_step(epochs, rows, num_steps):
+    """In floating point, 0.07 epochs of 100 rows are more than seven."""
+    data = data_of([[16] * 100], test_loader.settings_of(row_tokens=16))
+    schedule = data.make_schedule(rows, epochs=epochs)
+    assert (len(schedule), schedule.num_rows) == (num_steps, rows * num_steps)
+    assert len(data.make_schedule(rows, consumed=rows, epochs=epochs)) == num_steps - 1
+
+
+def test_a_fraction_of_an_epoch_ends_at_the_latest_with_its_epoch():
+    data = data_of([[16] * 7], test_loader.settings_of(row_tokens=16, rows_per_step=4))
+    assert [data.make_schedule(4, epochs=epochs).num_rows for epochs in (0.5, 0.9)] == [4, 7]
 
 
 def test_long_documents_changes_nothing_if_no_document_is_long():
