@@ -24,10 +24,9 @@ LAYERS = (
     "hf sharding",
     "optimizers",
     "training",
-    "evaluation",
     "memory",
     "generation",
-    "checkpoint planner",
+    "checkpoint evaluation planner",
     "run",
     "commands",
 )

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import jax
 
 from jaxsp.blocks import layers
-from jaxsp.evaluation import evaluator
+from jaxsp.evaluation import evaluator, task_plots
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
-from jaxsp.run import console, metrics, task_plots
+from jaxsp.run import console, metrics
 from jaxsp.run.metrics import MetricsWriter
 from jaxsp.run.run import Run
 from jaxsp.system import distributed
@@ -76,20 +76,19 @@ class Evaluations:
         for line in self._eval_sets.run(master, num_steps=step, on_batch=heartbeat):
             lines[line["data"]] = line
             self._metrics.write(metrics.EVAL_FILE, line)
-            self._print_line(console.format_evaluation(line))
+            self._print_line(console.format_result(line))
         task_lines = []
         for line in self._tasks.run(master, num_steps=step, on_batch=heartbeat):
             task_lines.append(line)
             self._metrics.write(metrics.TASKS_FILE, line)
-            self._print_line(console.format_task(line))
+            self._print_line(console.format_result(line))
         self._generate_samples(master, step)
         if jax.process_index() == 0:
-            plot = self._directory / metrics.NEEDLE_PLOT
             try:
-                task_plots.draw_if_possible(plot, task_lines)
+                task_plots.draw_if_possible(self._directory, task_lines)
             except OSError as error:
                 reason = error.strerror
-                distributed.log(f"{plot}: could not be written: {reason}. The run continues")
+                distributed.log(f"needle.png: could not be written: {reason}. The run continues")
         self._status.evaluation_s = time.perf_counter() - began
         return lines
 

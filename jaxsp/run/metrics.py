@@ -16,7 +16,6 @@ EVAL_FILE = "eval.jsonl"
 TASKS_FILE = "tasks.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HARNESS_FILE = "lm_eval.jsonl"
-NEEDLE_PLOT = "needle.png"
 NONFINITE_FILE = "nonfinite_steps.jsonl"
 
 TRACKED_FILES = (METRICS_FILE, EVAL_FILE, TASKS_FILE)

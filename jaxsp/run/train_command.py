@@ -1,6 +1,5 @@
 """Work of the command `jaxsp train`."""
 
-import argparse
 import os
 import pathlib
 
@@ -9,8 +8,7 @@ import rich.console
 
 from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.core.errors import UserError
-from jaxsp.run import build, data_preparation, jax_limits, preview, resume, stored_run, trainer
+from jaxsp.run import build, jax_limits, resume, stored_run, trainer
 from jaxsp.run.config_file import Config
 from jaxsp.system import compilation_cache, distributed, hardware, run_lock
 from jaxsp.system.cluster import Process
@@ -19,19 +17,18 @@ from jaxsp.system.run_status import RunStatus
 from jaxsp.system.watchdog import Watchdog
 
 
-def train(args: argparse.Namespace, config: Config, process: Process) -> None:
-    """Trains a config. Raises: UserError with all problems found before the first step."""
-    if process.index == 0:
-        config.logging.check_installed()
-    console = rich.console.Console(quiet=process.index > 0, markup=False)
-    if args.preview is not None:
-        if args.preview < 0:
-            raise UserError(f"--preview {args.preview}: must be a number of records. Use 5.")
-        preview.print_preview(config, console, num_records=args.preview or None)
-        return
-    if args.prepare_data:
-        data_preparation.prepare_data(config, console)
-        return
+def train(
+    config: Config,
+    process: Process,
+    console: rich.console.Console,
+    *,
+    path: str,
+    verbose: bool,
+) -> None:
+    """Trains a config, from the latest checkpoint that is whole.
+
+    Raises: UserError with all problems found before the first step.
+    """
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     status = RunStatus()
@@ -45,7 +42,7 @@ def train(args: argparse.Namespace, config: Config, process: Process) -> None:
         distributed.initialize(process)
         folder = config.run.local_dir
         with (
-            run_lock.lock(folder, config_path=args.config, name=config.run.directory),
+            run_lock.lock(folder, config_path=path, name=config.run.directory),
             stored_run.open_run(config.run.directory, folder),
             Watchdog(
                 status,
@@ -58,7 +55,7 @@ def train(args: argparse.Namespace, config: Config, process: Process) -> None:
             while True:
                 try:
                     run = build.build_training(config, devices=jax.devices(), skip=damaged)
-                    trainer.train(run, console, preemption=preemption, verbose=args.verbose)
+                    trainer.train(run, console, preemption=preemption, verbose=verbose)
                     break
                 except DamagedCheckpointError as damage:
                     message = resume.skip_damaged(config.run, damage)
