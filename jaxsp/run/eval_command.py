@@ -11,7 +11,7 @@ import rich.console
 from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
 from jaxsp.core import urls
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
 from jaxsp.evaluation import task_plots
 from jaxsp.evaluation.evaluator import Evaluator
@@ -191,12 +191,18 @@ def _load_config(
     if given.meta is not None and path is None and replaces_eval_sets:
         # held-out documents are replaced too: the run's training data may be on another machine
         fields = fields | {"data": fields["data"] | {"eval_fraction": None, "train": []}}
-    config = config_file.parse(given.add_model(fields), changes, trains=False)
-    if needs_data and not (config.data.eval or config.data.eval_fraction or config.eval.tasks):
-        raise UserError(
+    problems = ProblemCollector()
+    has_eval_sets = any(change.startswith(("data.eval", "eval.tasks")) for change in changes)
+    has_eval_sets = has_eval_sets or bool(fields.get("data", {}).get("eval"))
+    with problems.collect():
+        config = config_file.parse(given.add_model(fields), changes, trains=False)
+        has_eval_sets = bool(config.data.eval or config.data.eval_fraction or config.eval.tasks)
+    if needs_data and not has_eval_sets:
+        problems.append(
             "data.eval: missing. Name the data to evaluate on, for example "
             "data.eval='[{source: held-out/*.txt, format: text}]', or a retrieval task: "
             "eval.tasks='[{task: needle, lengths: [4096]}]'."
         )
+    problems.raise_if_any()
     given.check_config(config)
     return config
