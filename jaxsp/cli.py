@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from jaxsp.core import errors, exit_codes, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import config_file
-from jaxsp.system import cuda_plugin, distributed, standard_streams
+from jaxsp.system import cluster, cuda_plugin, distributed, standard_streams
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
 """Text in the errors of Gloo and NCCL when another process has ended. The traceback shows only
@@ -47,7 +47,7 @@ class _Help(argparse.Action):
         """Prints the help and exits with 0."""
         if values == self.const:
             parser.print_help()
-            if values == "fields":
+            if values == "CONFIG.yaml":
                 print(f"\nfields of CONFIG.yaml:\n\n{config_file.SCHEMA.describe_fields()}")
         elif values in config_file.SCHEMA.sections:
             print(config_file.SCHEMA.describe_fields([values]))
@@ -61,19 +61,19 @@ def make_parser(
     command: str,
     description: str,
     *,
-    config_help: Literal["fields", "sections"] | None = None,
+    takes: Literal["CONFIG.yaml", "WHAT"] | None = None,
     is_multi_process: bool = False,
     verbose_help: str = "also prints the traceback of an error",
 ) -> argparse.ArgumentParser:
     """Makes the parser of `jaxsp COMMAND`, also started as `python -m jaxsp.COMMAND`.
 
     Args:
-        config_help: --help documents every field of the config, or names its sections; with
-            either, `--help SECTION` documents one. None: the command has no config.
-        is_multi_process: the command can run in several processes; see `cluster.read_arguments`.
+        takes: the command takes a config, whose fields --help documents, or a model, and changes of
+            config fields. With either, `--help SECTION` documents a section.
+        is_multi_process: the command can run in several processes.
     """
     epilog = None
-    if config_help == "sections":
+    if takes == "WHAT":
         sections = config_file.SCHEMA.sections.items()
         lines = [f"  {name}: {section.__doc__}" for name, section in sections]
         epilog = "\n".join(["sections of the config:", *lines])
@@ -82,73 +82,73 @@ def make_parser(
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=config_help is None,
+        add_help=takes is None,
     )
-    if config_help is not None:
-        parser.add_argument(
+    add = parser.add_argument
+    if takes is not None:
+        text = "prints this text, or the fields of a section, such as optimizer"
+        add(
             "-h",
             "--help",
             action=_Help,
+            default=argparse.SUPPRESS,
             nargs="?",
-            const=config_help,
+            const=takes,
             metavar="SECTION",
-            help="prints this text, or the fields of a section, such as optimizer",
+            help=text,
         )
-    parser.add_argument("--verbose", action="store_true", help=verbose_help)
+    add("--verbose", action="store_true", help=verbose_help)
     if is_multi_process:
         group = parser.add_argument_group(
             "several processes",
             "The process is detected under torchrun, srun and Open MPI's mpirun. "
             "For other launchers, set:",
         )
-        group.add_argument(
-            "--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all"
-        )
+        text = "address of process 0, the same for all"
+        group.add_argument("--coordinator", metavar="HOST:PORT", help=text)
         group.add_argument("--num-processes", metavar="N", type=int, help="number of processes")
-        group.add_argument(
-            "--process-id",
-            metavar="I",
-            type=int,
-            help="index of this process, from 0 to N - 1; it uses all GPUs visible to it",
-        )
+        text = "index of this process, from 0 to N - 1; it uses all GPUs visible to it"
+        group.add_argument("--process-id", metavar="I", type=int, help=text)
+    if takes == "CONFIG.yaml":
+        add("config", metavar=takes)
+    elif takes == "WHAT":
+        text = "a run's directory, a checkpoint, a Hugging Face folder or a hub name"
+        add("what", metavar=takes, help=text)
+    if takes is not None:
+        text = "changes a field of the config"
+        add("changes", metavar="key.path=value", nargs="*", default=[], help=text)
     return parser
 
 
-def add_config_arguments(
-    parser: argparse.ArgumentParser,
-    name: str = "config",
-    *,
-    metavar: str = "CONFIG.yaml",
-    help_text: str | None = None,
-) -> None:
-    """Adds a config, or another input, and changes of config fields."""
-    parser.add_argument(name, metavar=metavar, help=help_text)
-    parser.add_argument(
-        "changes",
-        metavar="key.path=value",
-        nargs="*",
-        default=[],
-        help="changes a field of the config",
-    )
+def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:
+    """Values of a command's arguments by name, without --verbose; the place of this process in its
+    job is `process`. Raises: UserError: see `cluster.detect_process`."""
+    values = vars(parser.parse_intermixed_args(arguments))
+    del values["verbose"]
+    if "process_id" in values:
+        values["process"] = cluster.detect_process(
+            os.environ,
+            coordinator=values.pop("coordinator"),
+            num_processes=values.pop("num_processes"),
+            process_index=values.pop("process_id"),
+        )
+    return values
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the name of a trained or published model, and changes of config fields."""
-    add_config_arguments(
-        parser,
-        "what",
-        metavar="WHAT",
-        help_text="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
-    )
+def write_output(path: pathlib.Path, content: str, *, flag: str) -> None:
+    """Writes a file that a user named, which may be a link, or a device such as /dev/stdout.
 
-
-def write_output(path: pathlib.Path, content: str) -> None:
-    """Writes a file that a user named. It may be a link, or a device such as /dev/stdout."""
-    if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8") as file:
-            file.write(content)
-    else:
-        files.write_atomic(pathlib.Path(os.path.realpath(path)), content)
+    Raises: UserError if it cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            with path.open("w", encoding="utf-8") as file:
+                file.write(content)
+        else:
+            files.write_atomic(pathlib.Path(os.path.realpath(path)), content)
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror}. Name a file in another folder."
+        raise UserError(f"{flag} = {path}: {reason}") from None
 
 
 def check_file(file: pathlib.Path, *, flag: str) -> None:

@@ -4,62 +4,57 @@ Results of a run's checkpoint are appended to the run's eval.jsonl, tasks.jsonl 
 or to the file of --out.
 """
 
-import argparse
+import importlib.util
 
 from jaxsp import cli
+from jaxsp.core.errors import UserError
 
 
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with the problems of the input."""
-    args = _make_parser().parse_intermixed_args(arguments)
+    text = "Evaluates a model on data.eval, packed into rows as in training."
+    parser = cli.make_parser("eval", text, takes="WHAT", is_multi_process=True)
+    add = parser.add_argument
+    text = "config to use; default: that of the run"
+    add("--config", dest="config_path", metavar="CONFIG.yaml", help=text)
+    text = "file that the results are appended to, with a plot of needles beside it; default: "
+    add(
+        "--out", metavar="FILE", help=f"{text}eval.jsonl, tasks.jsonl and needle.png of a local run"
+    )
+    text = "file of --out of another model, or its run: also print a table of differences"
+    add("--baseline", metavar="FILE", help=text)
+    group = parser.add_argument_group("lm-evaluation-harness (pip install 'jaxsp[lm-eval]')")
+    add = group.add_argument
+    add("--lm-eval", metavar="TASKS", help="its tasks to evaluate too, with commas between them")
+    options = [
+        add("--lm-eval-tasks", dest="folder", metavar="FOLDER", help="folder of more tasks"),
+        add("--limit", type=int, metavar="N", help="records of each of its tasks; default: all"),
+        add(
+            "--num-fewshot", type=int, metavar="N", help="examples in prompts; default: the task's"
+        ),
+        add(
+            "--apply-chat-template",
+            action="store_true",
+            default=None,
+            help="make prompts a chat, with examples as its turns, by data.chat_template and "
+            "data.chat_template_kwargs; default: plain text",
+        ),
+    ]
+    values = cli.parse(parser, arguments)
+    harness_options = {option.dest: values.pop(option.dest) for option in options}
+    name = values["lm_eval"]
+    for option in options:
+        if name is None and harness_options[option.dest] is not None:
+            flag = option.option_strings[0]
+            raise UserError(f"{flag}: is for lm-evaluation-harness. Use it with --lm-eval TASK.")
+    if name is not None and importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"--lm-eval = {name}: needs lm-evaluation-harness, which is not installed. Use pip "
+            "install 'jaxsp[lm-eval]'."
+        )
     from jaxsp.run import eval_command  # imports jax
 
-    eval_command.run(args)
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = cli.make_parser(
-        "eval",
-        "Evaluates a model on data.eval, packed into rows as in training.",
-        config_help="sections",
-        is_multi_process=True,
-    )
-    cli.add_model_arguments(parser)
-    parser.add_argument(
-        "--config",
-        metavar="CONFIG.yaml",
-        help="config to use; default: that of the run",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="file that the results are appended to, with a plot of needles beside it; default: "
-        "eval.jsonl, tasks.jsonl and needle.png of a local run",
-    )
-    parser.add_argument(
-        "--baseline",
-        metavar="FILE",
-        help="file of --out of another model, or its run: also print a table of differences",
-    )
-    group = parser.add_argument_group("lm-evaluation-harness (pip install 'jaxsp[lm-eval]')")
-    group.add_argument(
-        "--lm-eval", metavar="TASKS", help="its tasks to evaluate too, with commas between them"
-    )
-    group.add_argument("--lm-eval-tasks", metavar="FOLDER", help="folder of more tasks")
-    group.add_argument(
-        "--limit", type=int, metavar="N", help="records of each of its tasks; default: all"
-    )
-    group.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="examples in prompts; default: the task's"
-    )
-    group.add_argument(
-        "--apply-chat-template",
-        action="store_true",
-        default=None,
-        help="make prompts a chat, with examples as its turns, by data.chat_template and "
-        "data.chat_template_kwargs; default: plain text",
-    )
-    return parser
+    eval_command.evaluate(**values, harness_options=harness_options)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ from jaxsp.core.errors import UserError
 
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError for folders that are not runs."""
-    parser = cli.make_parser(
-        "report",
-        "Writes one HTML page about a run, or about several side by side. The page needs no "
-        "network. The run may still be running.",
-    )
+    text = "Writes one HTML page about a run, or about several side by side. The page needs no "
+    parser = cli.make_parser("report", f"{text}network. The run may still be running.")
     parser.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path, help="run directory")
     text = "file to write; default: report.html in the directory of one run, else here"
     parser.add_argument("--out", metavar="FILE", type=pathlib.Path, help=text)
@@ -22,16 +19,12 @@ def main(arguments: list[str]) -> None:
         raise UserError("jaxsp report needs plotly. Use pip install 'jaxsp[report]'.")
     from jaxsp.run.report import page
 
-    runs = [page.read_run(run) for run in args.runs]
     folder = args.runs[0] if len(args.runs) == 1 else pathlib.Path()
     out = args.out or folder / "report.html"
+    runs = [page.read_run(run) for run in args.runs]
     cli.check_file(out, flag="--out")
     text = page.render(runs)
-    try:
-        cli.write_output(out, text)
-    except OSError as error:
-        reason = f"cannot be written: {error.strerror}. Name a file in another folder."
-        raise UserError(f"--out = {out}: {reason}") from None
+    cli.write_output(out, text, flag="--out")
     print(f"-> {out} ({len(text.encode()) / 1e6:.1f} MB)")
 
 

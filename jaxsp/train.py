@@ -4,53 +4,53 @@ import argparse
 
 from jaxsp import cli
 from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.run import config_file
-from jaxsp.system import cluster
 
 
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with all problems found before the first step."""
-    joined: list[str] = []
-    for argument, before in zip(arguments, ["", *arguments], strict=False):
-        if before == "--preview" and argument.isdecimal():
-            joined[-1] = f"--preview={argument}"
-        else:
-            joined.append("--preview=0" if argument == "--preview" else argument)
-    args = _make_parser().parse_intermixed_args(joined)
-    config = config_file.load(args.config, args.changes)
-    process = cluster.read_arguments(args)
-    if process.index == 0 and args.preview is None and not args.prepare_data:
-        print(f"run        {errors.escape(config.run.directory)}", flush=True)
-    from jaxsp.run import train_command  # imports jax
-
-    train_command.train(args, config, process)
-
-
-def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "train",
         "Trains a model and writes a run directory.",
-        config_help="fields",
+        takes="CONFIG.yaml",
         is_multi_process=True,
         verbose_help="also prints details of the run, and the traceback of an error",
     )
-    cli.add_config_arguments(parser)
-    parser.add_argument(
-        "--preview",
-        metavar="N",
-        nargs="?",
-        const=0,
-        type=int,
-        help="prints the first N records of each source and marks the tokens with a loss, without "
-        "training; default: the first record, and one of each kind of chat",
-    )
-    parser.add_argument(
-        "--prepare-data",
-        action="store_true",
-        help="reads, tokenizes and packs the data, and prints its rows and steps, without training "
-        "or GPUs; a run then finds the tokens in the cache",
-    )
-    return parser
+    text = "prints the first N records of each source and marks the tokens with a loss, without "
+    text += "training; default: the first record, and one of each kind of chat"
+    parser.add_argument("--preview", metavar="N", nargs="?", const=0, type=int, help=text)
+    text = "reads, tokenizes and packs the data, and prints its rows and steps, without training "
+    text += "or GPUs; a run then finds the tokens in the cache"
+    parser.add_argument("--prepare-data", action="store_true", help=text)
+    words: list[str] = []
+    for word in arguments:  # the word after --preview may be the config
+        if words[-1:] == ["--preview=0"] and word.isdecimal():
+            words[-1] = f"--preview={word}"
+        else:
+            words.append("--preview=0" if word == "--preview" else word)
+    args = argparse.Namespace(**cli.parse(parser, words))
+    config = config_file.load(args.config, args.changes)
+    trains = args.preview is None and not args.prepare_data
+    if args.process.index == 0:
+        if trains:
+            print(f"run        {errors.escape(config.run.directory)}", flush=True)
+        config.logging.check_installed()
+    if args.preview is not None and args.preview < 0:
+        raise UserError(f"--preview {args.preview}: must be a number of records. Use 5.")
+    # these import jax
+    import rich.console
+
+    from jaxsp.run import data_sets, preview, train_command
+
+    console = rich.console.Console(quiet=args.process.index > 0, markup=False)
+    if args.preview is not None:
+        preview.print_preview(config, console, num_records=args.preview or None)
+    elif args.prepare_data:
+        data_sets.prepare_data(config, console)
+    else:
+        verbose = "--verbose" in arguments
+        train_command.train(config, args.process, console, path=args.config, verbose=verbose)
 
 
 if __name__ == "__main__":

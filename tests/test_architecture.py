@@ -24,9 +24,9 @@ LAYERS = (
     "hf sharding",
     "optimizers",
     "training",
-    "evaluation",
     "planning",
-    "checkpoint generation",
+    "generation",
+    "checkpoint evaluation",
     "run",
     "commands",
 )

@@ -132,6 +132,7 @@ def test_help_and_errors_of_a_config_do_not_import_jax(words):
     done = commands.run_python("-c", program)
     assert done.returncode == (0 if "--help" in words else 2), done.stderr
     assert done.stdout.endswith("False\n")
+    assert ("\n  mesh: Device mesh" in done.stdout) == (words == "eval --help")
 
 
 def test_files_that_users_name_may_be_links_and_devices(tmp_path):
@@ -139,10 +140,10 @@ def test_files_that_users_name_may_be_links_and_devices(tmp_path):
     target.parent.mkdir()
     link = tmp_path / "link.json"
     link.symlink_to(target)
-    cli.write_output(link, "a")
+    cli.write_output(link, "a", flag="--out")
     assert (link.is_symlink(), target.read_text()) == (True, "a")
     reader, writer = os.pipe()
-    cli.write_output(pathlib.Path(f"/dev/fd/{writer}"), "b")
+    cli.write_output(pathlib.Path(f"/dev/fd/{writer}"), "b", flag="--out")
     os.close(writer)
     with open(reader, encoding="utf-8") as file:
         assert file.read() == "b"

@@ -104,7 +104,7 @@ def test_plan_commands_have_valid_arguments():
     assert len(commands) == 5
     for command in commands:
         arguments = plan.parse_arguments(command.replace("'", "").split())
-        config_file.load(REPO / arguments.config, arguments.changes)
+        config_file.load(REPO / arguments["config"], arguments["changes"])
 
 
 @pytest.mark.parametrize("name", config_reference.render_pages())

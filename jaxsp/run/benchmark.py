@@ -54,25 +54,21 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     Raises: UserError for a config that cannot train here, and for a loss that is not finite.
     """
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
-        directory = str(pathlib.Path(folder) / "run")
-        fields = {"directory": directory, "steps": 1 + num_steps, "epochs": None, "resume": "never"}
-        run_config = config.with_fields(
-            run=fields,
+        fields = {"steps": 1 + num_steps, "epochs": None, "resume": "never"}
+        config = config.with_fields(
+            run=fields | {"directory": f"{folder}/run"},
             data={"eval": ()},
             eval={"tasks": ()},
             checkpoint={"keep_best": 0, "best_eval": None},
             logging={"profile_steps": None},
         )
-        run = build.build_training(run_config, devices=jax.devices())
-    spec = run.spec
-    step = fit.compile_fitting_step(spec)
-    fit.reserve_host_memory(spec, step.memory_use.host)
-    state = train_state.init_state(spec, run.weights.make())
-    loader = run.train_set.make_loader(run.schedule, spec.placement)
+        run = build.build_training(config, devices=jax.devices())
+    step = fit.compile_fitting_step(run.spec)
+    fit.reserve_host_memory(run.spec, step.memory_use.host)
+    state = train_state.init_state(run.spec, run.weights.make())
     seconds = []
     results = []
-    segment_lengths = np.zeros(0, np.int64)
-    for batch, counts in loader.batches():
+    for batch, counts in run.train_set.make_loader(run.schedule, run.spec.placement).batches():
         began = time.perf_counter()
         state, step_results = jax.block_until_ready(step.executable(state, batch))
         seconds.append(time.perf_counter() - began)
@@ -83,7 +79,7 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         raise UserError(f"the loss is not finite: {losses}")
     step_s = statistics.median(seconds[1:])
     return BenchmarkResult(
-        mesh=report.format_mesh(spec.mesh.shape),
+        mesh=report.format_mesh(run.spec.mesh.shape),
         losses=losses,
         num_loss_tokens=[int(x["num_loss_tokens"]) for x in results],
         step_s=step_s,
@@ -147,9 +143,8 @@ def _run_process(path: str, overrides: Sequence[str], num_steps: int) -> Benchma
 
 
 def format_table(results: Results) -> str:
-    """Formats a table of the results."""
     head = ["step s", "estimate s", "tokens/s", "peak GiB", "planned GiB", "loss", "remat", "mesh"]
-    rows: list[Sequence[str]] = []
+    rows = []
     for label, result in results.items():
         if isinstance(result, str):
             rows.append([f"{label}: {result}"])

@@ -1,7 +1,7 @@
 """Comparisons of results: the table of two models, and settings that make results differ."""
 
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -27,9 +27,21 @@ _SETTINGS = {
 }
 """Fields of a line that are settings, with a text for a value and for null."""
 
-_MAX_COLUMNS = 200
-
 RESULT_FILES = (metrics.EVAL_FILE, metrics.TASKS_FILE, metrics.HARNESS_FILE)
+"""Files of results in a run's directory."""
+
+
+def find_file(path: pathlib.Path, line: Line) -> pathlib.Path:
+    """File of a line of results: in a run's directory, or the path itself."""
+    if not path.is_dir():
+        return path
+    return path / RESULT_FILES[2 if "lm_eval" in line else int("task" in line)]
+
+
+def list_files(path: str | pathlib.Path) -> list[pathlib.Path]:
+    """Files with the results in a path: itself, or those of a run's directory."""
+    path = pathlib.Path(path)
+    return [path / name for name in RESULT_FILES] if path.is_dir() else [path]
 
 
 def read(path: str | pathlib.Path) -> list[Line]:
@@ -39,23 +51,16 @@ def read(path: str | pathlib.Path) -> list[Line]:
     """
     texts = [file.read_bytes() for file in list_files(path) if file.is_file()]
     lines = [files.parse_json(line) or {} for text in texts for line in text.splitlines()]
-    lines = [line for line in lines if _name(line) and any(list_numbers(line))]
+    lines = [line for line in lines if _name(line) and list_numbers(line)]
     if not lines:
         reason = "has no results" if pathlib.Path(path).exists() else "there is no such file"
         raise UserError(
             f"--baseline = {path}: {reason}. Use a file that jaxsp eval --out FILE wrote, or the "
             "directory of an evaluated run."
         )
-    if not pathlib.Path(path).is_dir():
-        return lines
-    # jaxsp eval appends lines of earlier checkpoints
-    return sorted(lines, key=lambda line: step if type(step := line.get("step")) is int else 0)
-
-
-def list_files(path: str | pathlib.Path) -> list[pathlib.Path]:
-    """Files with the results in a path: itself, or those of a run's directory."""
-    path = pathlib.Path(path)
-    return [path / name for name in RESULT_FILES] if path.is_dir() else [path]
+    if pathlib.Path(path).is_dir():  # jaxsp eval appends lines of earlier checkpoints
+        lines.sort(key=lambda line: step if type(step := line.get("step")) is int else 0)
+    return lines
 
 
 def list_differences(line: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -97,36 +102,31 @@ def print_table(
 
     Of several lines of a name, the last one counts.
     """
-    last_before, last_after = (
-        {_name(line): line for line in lines} for lines in (lines_before, lines_after)
-    )
-    before, after = (
-        {(name, x): number for name, line in last.items() for x, number in list_numbers(line)}
-        for last in (last_before, last_after)
-    )
+    before, after = ({_name(x): x for x in lines} for lines in (lines_before, lines_after))
     table = rich.table.Table(box=None, pad_edge=False)
     for header in ("", "", "before", "after", "difference"):
         table.add_column(header, justify="left" if not header else "right")
-    last_name = None
-    for name, field in dict.fromkeys([*after, *before]):
-        old, new = (numbers.get((name, field)) for numbers in (before, after))
-        texts = [format_number(number) for number in (old, new)]
-        difference = None if old is None or new is None else new - old
-        label = "" if name == last_name else name
-        table.add_row(label, field, *texts, format_number(difference, "+"))
-        last_name = name
+    for name in dict.fromkeys([*after, *before]):
+        old, new = (list_numbers(lines.get(name, {})) for lines in (before, after))
+        label = name
+        for field in dict.fromkeys([*new, *old]):
+            texts = [format_number(numbers.get(field)) for numbers in (old, new)]
+            has_both = field in old and field in new
+            difference = format_number(new[field] - old[field], "+") if has_both else "-"
+            table.add_row(label, field, *texts, difference)
+            label = ""
     # wider than a narrow terminal rather than wrapped
-    console.print(table, width=_MAX_COLUMNS, no_wrap=True, crop=False)
-    for name, line in last_after.items():
-        other = last_before.get(name, line)
+    console.print(table, width=200, no_wrap=True, crop=False)
+    for name, line in after.items():
+        other = before.get(name, line)
         settings = [", ".join(list_differences(*pair)) for pair in ((other, line), (line, other))]
         if any(settings):
             text = f"{name}: settings differ: {settings[0]} before, {settings[1]} after"
             console.print(text, highlight=False, soft_wrap=True)
 
 
-def list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the numbers of a line of eval.jsonl, tasks.jsonl or lm_eval.jsonl by field."""
+def list_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of eval.jsonl, tasks.jsonl or lm_eval.jsonl by field."""
     scores, losses = (
         line[name] if isinstance(line.get(name), dict) else {}
         for name in ("results", "loss_by_position")
@@ -134,7 +134,7 @@ def list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     fields = {name: score for name, score in scores.items() if "_stderr" not in name}
     fields |= {field: line[field] for field in COMPARED if field in line}
     fields |= {f"loss from position {first}": loss for first, loss in losses.items()}
-    yield from ((x, number) for x, number in fields.items() if isinstance(number, int | float))
+    return {name: value for name, value in fields.items() if isinstance(value, int | float)}
 
 
 def format_number(number: float | None, sign: str = "") -> str:

@@ -1,7 +1,7 @@
 """Output of the commands: labeled lines, and evaluation results."""
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import rich.console
@@ -17,17 +17,30 @@ MAX_COLUMNS = 100
 LABEL_COLUMNS = 10
 
 
-def format_pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    """Formats pairs of a label and a text as lines, which are wrapped at words."""
-    return "".join(f"{label} {line}\n" for label, line in _wrap_pairs(pairs, MAX_COLUMNS))
+def format_pairs(pairs: Iterable[tuple[str, str]], columns: int = MAX_COLUMNS) -> str:
+    """Formats pairs of a label and a text as lines of a number of columns, wrapped at words.
+
+    Commands stay whole, so that they can be copied.
+    """
+    text_columns = max(columns - LABEL_COLUMNS - 1, 1)
+    lines = []
+    for label, text in pairs:
+        wrapped = [text]
+        if not text.startswith("jaxsp "):
+            wrapped = textwrap.wrap(
+                text, text_columns, break_on_hyphens=False, break_long_words=False
+            )
+        for number, line in enumerate(wrapped):
+            lines.append(f"{'' if number else label:<{LABEL_COLUMNS}} {line}\n")
+    return "".join(lines)
 
 
 def print_pairs(console: rich.console.Console, pairs: Iterable[tuple[str, str]]) -> None:
     """Prints pairs of a label and a text, wrapped at words."""
     columns = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
-    for label, line in _wrap_pairs(pairs, columns):
-        text = rich.text.Text.assemble((label, "bold cyan"), " ", line)
-        console.print(text, soft_wrap=True, highlight=False)
+    text = rich.text.Text(format_pairs(pairs, columns))
+    text.highlight_regex(rf"(?m)^.{{{LABEL_COLUMNS}}}", "bold cyan")
+    console.print(text, end="", soft_wrap=True, highlight=False)
 
 
 def print_line(console: rich.console.Console, text: str) -> None:
@@ -35,74 +48,46 @@ def print_line(console: rich.console.Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=not console.is_terminal)
 
 
-def _wrap_pairs(pairs: Iterable[tuple[str, str]], columns: int) -> Iterator[tuple[str, str]]:
-    """Wraps texts at words. Commands stay whole, so that they can be copied.
-
-    Args: columns: most columns of a line, with its label.
-    """
-    for label, text in pairs:
-        lines = [text]
-        if not text.startswith("jaxsp "):
-            lines = textwrap.wrap(
-                text,
-                width=max(columns - LABEL_COLUMNS - 1, 1),
-                break_on_hyphens=False,
-                break_long_words=False,
-            )
-        for number, line in enumerate(lines):
-            yield f"{label if number == 0 else '':<{LABEL_COLUMNS}}", line
-
-
-def format_result(line: Line, *, with_step: bool = True) -> str:
-    """Formats a line of eval.jsonl or tasks.jsonl as text."""
-    format_line = format_task if "task" in line else format_evaluation
-    return format_line(line, with_step=with_step)
-
-
 def format_sample(line: dict[str, Any]) -> str:
     """Formats the beginning of an answer of samples.jsonl as text."""
     return f"{line['data']}: the first answer begins with {line['answer'][:80]!r}"
 
 
-def format_evaluation(line: Line, *, with_step: bool = True) -> str:
-    """Formats a line of eval.jsonl as text."""
-    parts = [f"loss {_format_number(line['loss'], '.4f')}"]
+def format_result(line: Line, *, with_step: bool = True) -> str:
+    """Formats a line of eval.jsonl or tasks.jsonl as text.
+
+    Example: `step 10  needle, 4,096 tokens: 95.5 % exact answers of 220 (worst depth 0.5: 80.0 %),
+        answer loss 0.0312`.
+    """
+    step = f"step {line['step']}  " if with_step else ""
+    if "task" in line:
+        text = f"{step}{line['task']}, {line['length']:,} tokens: {line['exact_rate']:.1%} exact "
+        text += f"{'answer' if line['num_samples'] == 1 else 'answers'} of {line['num_samples']:,}"
+        by_depth = line["exact_rate_by_depth"]
+        if by_depth and min(by_depth.values()) < max(by_depth.values()):
+            worst = min(by_depth, key=by_depth.__getitem__)
+            text += f" (worst depth {worst}: {by_depth[worst]:.1%})"
+        return f"{text}, answer loss {_format_number(line['answer_loss'])}"
+    parts = [f"loss {_format_number(line['loss'])}"]
     if line["perplexity"] is not None:
         parts.append(f"perplexity {line['perplexity']:.4g}")
     if "num_pairs" in line:
         if "reward_accuracy" in line:
-            parts.append(f"reward accuracy {_format_number(line['reward_accuracy'], '.4f')}")
-        margin = _format_number(line["reward_margin"], ".4f")
+            parts.append(f"reward accuracy {_format_number(line['reward_accuracy'])}")
+        margin = _format_number(line["reward_margin"])
         parts.append(f"margin {margin} over {format_count(line['num_pairs'], 'pair')}")
     if "token_accuracy" in line:
-        accuracy = _format_number(line["token_accuracy"], ".4f")
         loss_tokens = format_count(line["num_loss_tokens"], "loss token")
+        accuracy = _format_number(line["token_accuracy"])
         parts.append(f"token accuracy {accuracy} over {loss_tokens}")
     if line["loss_per_doubling"] is not None:
         parts.append(f"loss {line['loss_per_doubling']:+.4f} per doubling of the position")
     if line["num_key_tokens"] is not None:
         value = "undefined" if line["long_ppl"] is None else f"{line['long_ppl']:.4g}"
         parts.append(f"LongPPL {value} over {format_count(line['num_key_tokens'], 'key token')}")
-    step = f"step {line['step']}  " if with_step else ""
     duration = durations.describe(round(line["seconds"], 1))
     return f"{step}{line['data']}: {', '.join(parts)} ({duration})"
 
 
-def format_task(line: Line, *, with_step: bool = True) -> str:
-    """Formats a line of tasks.jsonl as text.
-
-    Example: `step 10  needle, 4,096 tokens: 95.5 % exact answers of 220 (worst depth 0.5: 80.0 %),
-        answer loss 0.0312`.
-    """
-    step = f"step {line['step']}  " if with_step else ""
-    text = f"{step}{line['task']}, {line['length']:,} tokens: {line['exact_rate']:.1%} exact "
-    text += f"{'answer' if line['num_samples'] == 1 else 'answers'} of {line['num_samples']:,}"
-    by_depth = line["exact_rate_by_depth"]
-    if by_depth and min(by_depth.values()) < max(by_depth.values()):
-        worst = min(by_depth, key=by_depth.__getitem__)
-        text += f" (worst depth {worst}: {by_depth[worst]:.1%})"
-    return f"{text}, answer loss {_format_number(line['answer_loss'], '.4f')}"
-
-
-def _format_number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else f"{value:{form}}"
+def _format_number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

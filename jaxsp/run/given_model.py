@@ -35,11 +35,6 @@ class GivenModel:
         return 0 if self.meta is None else self.meta.step
 
     @property
-    def description(self) -> str:
-        """Name and step. Example: `runs/a, step 40`."""
-        return self.name if self.meta is None else f"{self.name}, step {self.meta.step}"
-
-    @property
     def model_fields(self) -> dict[str, Any]:
         """Fields of the config's model that name the model."""
         names = {"source": self.name, "config": None}
@@ -101,6 +96,12 @@ class GivenModel:
             hf_config=None if self.meta is None else self.meta.model,
             model_dir=self.find_model_dir(config),
         )
+
+    def describe(self, resolved: PreparedModel) -> str:
+        """Example: `runs/a, step 40; bfloat16 compute on replica 1 x data 2 x seq 4`."""
+        name = self.name if self.meta is None else f"{self.name}, step {self.meta.step}"
+        mesh = " x ".join(f"{axis} {size}" for axis, size in resolved.spec.mesh.shape.items())
+        return f"{name}; {resolved.config.model.compute_dtype} compute on {mesh}"
 
     def load_weights(self, resolved: PreparedModel) -> layers.Weights:
         """Loads the weights onto the mesh. Raises: UserError for missing or damaged files."""

@@ -15,11 +15,25 @@ from jaxsp.hf import model_config, peft
 from jaxsp.planning import estimate, limits
 from jaxsp.planning.candidates import list_degrees
 from jaxsp.run.config_file import Config
-from jaxsp.system import cluster, device_mesh, hardware, jax_platform
+from jaxsp.system import (
+    cluster,
+    compilation_cache,
+    device_mesh,
+    distributed,
+    hardware,
+    jax_platform,
+)
 from jaxsp.system.cluster import Process
 from jaxsp.training.step_config import StepConfig
 
 ONE_PROCESS = Process()
+
+
+def start(config: Config, process: Process = ONE_PROCESS) -> None:
+    """Makes JAX ready to compile a config's steps, in all processes. Raises: UserError."""
+    choose_platform(config, process)
+    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
+    distributed.initialize(process)
 
 
 def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:

@@ -18,7 +18,6 @@ TASKS_FILE = "tasks.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HARNESS_FILE = "lm_eval.jsonl"
 STARTS_FILE = "starts.jsonl"
-NEEDLE_PLOT = "needle.png"
 NONFINITE_FILE = "nonfinite_steps.jsonl"
 
 TRACKED_FILES = (METRICS_FILE, EVAL_FILE, TASKS_FILE)

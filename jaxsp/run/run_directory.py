@@ -20,9 +20,10 @@ from jaxsp.config import config_file
 from jaxsp.core import durations, files, urls
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
+from jaxsp.evaluation import task_plots
 from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.model import flops
-from jaxsp.run import metrics, stored_run, task_plots
+from jaxsp.run import metrics, stored_run
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.config_file import Config
 from jaxsp.run.metrics import MetricsWriter, StartLine
@@ -114,11 +115,12 @@ class RunDirectory:
         """Draws needles if lines of tasks.jsonl have some, in process 0."""
         if jax.process_index() > 0:
             return
-        path = self._directory / metrics.NEEDLE_PLOT
         try:
-            task_plots.draw_if_possible(path, lines)
+            task_plots.draw_if_possible(self._directory, lines)
         except OSError as error:
-            distributed.log(f"{path}: could not be written: {error.strerror}. The run continues")
+            distributed.log(
+                f"needle.png: could not be written: {error.strerror}. The run continues"
+            )
 
 
 def describe_start(run: Run, *, memory: StepMemory, compile_s: float) -> StartLine:

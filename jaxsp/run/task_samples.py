@@ -29,17 +29,15 @@ def make(config: Config, tokenizer: Any) -> Samples:
     made: dict[str, list[Sample]] = {}
     problems = ProblemCollector()
     for number, task in enumerate(config.eval.tasks):
+        field = f"eval.tasks.{number}.lengths"
         for length in task.lengths:
             with problems.collect():
-                of_length = task.make_samples(
-                    tokenize,
-                    length=length,
-                    reserved_tokens=len(first_ids),
-                    field=f"eval.tasks.{number}.lengths",
+                samples = task.make_samples(
+                    tokenize, length=length, reserved_tokens=len(first_ids), field=field
                 )
                 made.setdefault(task.task, []).extend(
                     dataclasses.replace(sample, prompt_ids=np.append(first_ids, sample.prompt_ids))
-                    for sample in of_length
+                    for sample in samples
                 )
     problems.raise_if_any()
     return made

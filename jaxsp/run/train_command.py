@@ -1,6 +1,5 @@
 """Work of the command `jaxsp train`."""
 
-import argparse
 import dataclasses
 import os
 import pathlib
@@ -11,8 +10,7 @@ import rich.console
 
 from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.core.errors import UserError
-from jaxsp.run import build, data_sets, jax_limits, preview, resume, stored_run, trainer
+from jaxsp.run import build, jax_limits, resume, stored_run, trainer
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import Run
 from jaxsp.system import compilation_cache, distributed, hardware, run_lock
@@ -25,25 +23,16 @@ from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
 
 
-def train(args: argparse.Namespace, config: Config, process: Process) -> None:
+def train(
+    config: Config, process: Process, console: rich.console.Console, *, path: str, verbose: bool
+) -> None:
     """Trains a config. Raises: UserError with all problems found before the first step."""
-    if process.index == 0:
-        config.logging.check_installed()
-    console = rich.console.Console(quiet=process.index > 0, markup=False)
-    if args.preview is not None:
-        if args.preview < 0:
-            raise UserError(f"--preview {args.preview}: must be a number of records. Use 5.")
-        preview.print_preview(config, console, num_records=args.preview or None)
-        return
-    if args.prepare_data:
-        data_sets.prepare_data(config, console)
-        return
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     preemption = make_preemption(config)
     with preemption.listen():
         distributed.initialize(process)
-        train_config(config, console, preemption, config_path=args.config, verbose=args.verbose)
+        train_config(config, console, preemption, config_path=path, verbose=verbose)
         preemption.mark_done()
         # Before the signal handlers are removed: a signal must not fail a run that is complete
         distributed.shutdown()

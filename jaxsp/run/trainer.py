@@ -327,12 +327,12 @@ class Loop:
         for line in self._eval_sets.run(state.master, num_steps=step, on_batch=status.heartbeat):
             lines[line["data"]] = line
             self._out.metrics.write(metrics.EVAL_FILE, line)
-            print_line(output.format_evaluation(line))
+            print_line(output.format_result(line))
         task_lines = []
         for line in self._tasks.run(state.master, num_steps=step, on_batch=status.heartbeat):
             task_lines.append(line)
             self._out.metrics.write(metrics.TASKS_FILE, line)
-            print_line(output.format_task(line))
+            print_line(output.format_result(line))
         is_first = status.evaluation_s is None
         with status.compiling("the answers") if is_first else contextlib.nullcontext():
             answers = self._samples.run(state.master, num_steps=step, on_token=status.heartbeat)

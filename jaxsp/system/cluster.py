@@ -6,9 +6,7 @@ with 0.12.0). It does not know torchrun and MASTER_ADDR, needs mpi4py for Open M
 process of a node one GPU of eight, and does not name what to set.
 """
 
-import argparse
 import dataclasses
-import os
 import re
 from collections.abc import Iterable, Mapping
 
@@ -45,16 +43,6 @@ class Process:
     """Index among the processes of the node; None: unknown."""
     num_local_processes: int | None = None
     """Number of processes on the node; None: unknown."""
-
-
-def read_arguments(args: argparse.Namespace) -> Process:
-    """Detects which process this is, from a command's arguments or the launcher's variables."""
-    return detect_process(
-        os.environ,
-        coordinator=args.coordinator,
-        num_processes=args.num_processes,
-        process_index=args.process_id,
-    )
 
 
 def detect_process(

@@ -111,7 +111,7 @@ def harness_models(folder):
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
     from lm_eval.models.huggingface import HFLM
 
-    from jaxsp.run import harness
+    from jaxsp.evaluation import harness
 
     own = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=ROW_TOKENS - 1)
     changes = [f"model.source={folder}", "mesh.data=2", "mesh.seq=2"]
@@ -226,7 +226,7 @@ def test_rolling_likelihoods_are_those_of_the_harness(harness_models):
 
 def test_data_of_a_task_that_cannot_be_downloaded_is_an_error_of_one_line():
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
-    from jaxsp.run import harness
+    from jaxsp.evaluation import harness
 
     def fail(*arguments, **options):
         raise ConnectionError("Couldn't reach 'a/b' on the Hub\nmore")

@@ -7,8 +7,8 @@ import pytest
 import rich.console
 
 from jaxsp import export, generate
-from jaxsp.core.errors import UserError
-from jaxsp.run import build, config_file, generate_command, trainer
+from jaxsp.core.errors import UserError, escape
+from jaxsp.run import build, config_file, trainer
 from tests import batches
 
 pytestmark = pytest.mark.e2e
@@ -86,7 +86,7 @@ def test_the_command_answers_as_the_samples_and_transformers_do(run, capsys, tmp
     assert f"{len(PROMPT)} tokens of the prompt, {len(new)} new; prompt and compilation" in speed
     assert tokenizer.decode(new) == read_samples(run)[2, "code", 0]["answer"]
     expected = tokenizer.decode(new, skip_special_tokens=True)
-    assert text == generate_command.escape(expected)
+    assert text == escape(expected, keep="\n\t")
     options = ["model.compute_dtype=float32", *MESH]
     again, _ = generate_text(capsys, tmp_path / "hf", *words, *options)
     assert again == text

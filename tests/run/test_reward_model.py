@@ -13,7 +13,7 @@ from jaxsp import export
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config
-from jaxsp.run import build, config_file, eval_command
+from jaxsp.run import build, config_file
 from jaxsp.run.given_model import GivenModel
 from tests import batches, commands
 from tests.hf import oracle
@@ -176,7 +176,8 @@ def test_models_that_do_not_fit_the_objective_are_refused(folder):
 def test_the_harness_needs_a_model_of_tokens_and_says_so_before_the_weights_are_read(
     folder, monkeypatch
 ):
-    monkeypatch.setattr(eval_command, "_find_harness_tasks", lambda args: "tasks")
+    harness = pytest.importorskip("jaxsp.evaluation.harness", exc_type=ImportError)
+    monkeypatch.setattr(harness, "find_tasks", lambda *_, **__: "tasks")
     monkeypatch.setattr(GivenModel, "load_weights", None)
     changes = ["objective.type=reward", "data.row_tokens=64"]
     with pytest.raises(UserError, match="a reward model scores texts"):

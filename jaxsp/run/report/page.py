@@ -137,7 +137,7 @@ def _list_results(run: RunRecord) -> dict[str, str]:
     return {
         f"{name}: {field}": comparison.format_number(value)
         for name, lines in run.results.items()
-        for field, value in comparison.list_numbers(lines[-1])
+        for field, value in comparison.list_numbers(lines[-1]).items()
     }
 
 
@@ -151,7 +151,7 @@ def _list_memory(run: RunRecord) -> dict[str, str]:
 
 def _tabulate(columns: Iterable[Mapping[str, str]]) -> list[list[str]]:
     """Rows of a table: label, and the text of each run."""
-    columns = list(columns)
+    columns = [*columns]
     labels = dict.fromkeys(label for column in columns for label in column)
     return [[label, *(column.get(label, "-") for column in columns)] for label in labels]
 

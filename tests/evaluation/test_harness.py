@@ -63,7 +63,7 @@ def models(folder):
     """The harness's own model, and jaxsp's."""
     from lm_eval.models.huggingface import HFLM
 
-    from jaxsp.run import harness
+    from jaxsp.evaluation import harness
 
     own = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=ROW_TOKENS - 1)
     fields = {
@@ -163,7 +163,7 @@ def test_continuations_that_the_harness_refuses_are_refused(models, context, con
 
 def with_template(models, template, kwargs):
     """Both models with a chat template."""
-    from jaxsp.run import harness
+    from jaxsp.evaluation import harness
 
     own, model = map(copy.copy, models)
     tokenizer = copy.deepcopy(model.tokenizer)
@@ -220,7 +220,7 @@ def test_tasks_have_the_scores_of_the_harness_and_no_git_is_run(
     import lm_eval
     from lm_eval import tasks as harness_tasks
 
-    from jaxsp.run import harness
+    from jaxsp.evaluation import harness
 
     records = [{"q": f"user {n} assistant", "a": [" answer line", " no"][n % 2]} for n in range(6)]
     (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxsp.run import task_plots
+from jaxsp.evaluation import task_plots
 
 figure = pytest.importorskip("matplotlib.figure", reason="plots need the plan extra")
 
@@ -65,9 +65,8 @@ def luminance(color):
 
 
 def test_without_needles_or_matplotlib_nothing_is_drawn(monkeypatch, tmp_path):
-    path = tmp_path / "a.png"
     needle = result(512, {"0": 1.0})
-    assert task_plots.draw_if_possible(path, [result(512, {}, task="multi_key")]) == ""
-    assert task_plots.draw_if_possible(path, [needle]) == str(path)
+    assert task_plots.draw_if_possible(tmp_path, [result(512, {}, task="multi_key")]) == ""
+    assert task_plots.draw_if_possible(tmp_path / "a.jsonl", [needle]).endswith("a-needle.png")
     monkeypatch.setattr(task_plots.importlib.util, "find_spec", lambda name: None)
-    assert "no a.png, which needs matplotlib" in task_plots.draw_if_possible(path, [needle])
+    assert "which needs matplotlib" in task_plots.draw_if_possible(tmp_path, [needle])

@@ -47,13 +47,9 @@ class HarnessModel(TemplateLM):
         stop_ids: Sequence[int],
         chat: DataConfig | None = None,
     ):
-        """Prepares the model. Raises: UserError for a reward model, and without an end token or the
-        chat template that prompts need.
+        """Args: chat: config of the chat template; None: prompts are plain text.
 
-        Args:
-            evaluator: the evaluator of the eval sets.
-            stop_ids: tokens that end an answer.
-            chat: config of the chat template; None: prompts are plain text.
+        Raises: UserError without an end token, or without the chat template that prompts need.
         """
         super().__init__()
         if tokenizer.eos_token_id is None:
@@ -67,6 +63,8 @@ class HarnessModel(TemplateLM):
         self._master = master
         self._generator = Generator(self._spec)
         self._stop_ids = stop_ids
+        # tokens that the model sees before the last one that it predicts
+        self.max_length = self._spec.config.row_tokens - 1
         self._renderer = None
         self.settings = vars(setting_fields.describe(self._spec)) | {"chat_template_kwargs": None}
         if chat is not None:
@@ -75,7 +73,6 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end token."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -85,13 +82,7 @@ class HarnessModel(TemplateLM):
         return self.eot_token_id if first is None else first
 
     @property
-    def max_length(self) -> int:
-        """Tokens that the model sees before the last one that it predicts."""
-        return self._spec.config.row_tokens - 1
-
-    @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, for the harness's cache of requests."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def apply_chat_template(
@@ -113,7 +104,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids of a text, with the tokenizer's special tokens unless it begins with one."""
+        """Token ids of a text, by default with special tokens unless it begins with one."""
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = not string.startswith(prefix)
@@ -148,8 +139,7 @@ class HarnessModel(TemplateLM):
             labels.append(targets)
         if not documents:
             return []
-        packing = self._spec.config.packing
-        data = dataset.pack_arrays("requests", documents, labels, **packing)
+        data = dataset.pack_arrays("requests", documents, labels, **self._spec.config.packing)
         sums = self._evaluator.score(data, self._master)
         is_greedy_D = sums.num_correct_D == sums.num_tokens_D
         return list(zip((-sums.losses_D).tolist(), is_greedy_D.tolist(), strict=True))
@@ -161,15 +151,11 @@ class HarnessModel(TemplateLM):
         windows: list[Request] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
-            (text,) = request.args
+            tokens = self.tok_encode(request.args[0])
             for window in harness_utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
+                tokens, self.prefix_token_id, self.max_length, context_len=1
             ):
-                context, continuation = harness_utils.make_disjoint_window(window)
-                windows.append((None, context, continuation))
+                windows.append((None, *harness_utils.make_disjoint_window(window)))
                 owners.append(number)
         scores = [score for score, _ in self._loglikelihood_tokens(windows)]
         return np.bincount(owners, scores, minlength=len(requests)).tolist()
@@ -235,24 +221,21 @@ class HarnessTasks(NamedTuple):
     """True: prompts are chats; otherwise plain text."""
 
 
-def find_tasks(
-    names: str,
-    *,
-    folder: str | None,
-    limit: int | None,
-    num_fewshot: int | None,
-    apply_chat_template: bool,
-) -> HarnessTasks:
+def find_tasks(names: str, *, folder: str | None, **options: Any) -> HarnessTasks:
     """Finds tasks before anything is computed.
 
-    Args: names: of tasks, groups or patterns, with commas between them. folder: of more tasks.
+    Args:
+        names: names of tasks, groups or patterns, with commas between them.
+        folder: folder of more tasks.
+        options: other fields of HarnessTasks.
     Raises: UserError for tasks that there are none of, and for numbers that are too small.
     """
     if folder is not None and not pathlib.Path(folder).is_dir():
         raise UserError(f"--lm-eval-tasks = {folder}: there is no such folder. Name one with YAML.")
-    for flag, number, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
-        if number is not None and number < least:
-            raise UserError(f"{flag} = {number}: must be at least {least}. Use {least} or more.")
+    for name, least in (("limit", 1), ("num_fewshot", 0)):
+        if options[name] is not None and options[name] < least:
+            flag = f"--{name.replace('_', '-')} = {options[name]}"
+            raise UserError(f"{flag}: must be at least {least}. Use {least} or more.")
     split = [name.strip() for name in names.split(",")]
     if not all(split):
         raise UserError(f"--lm-eval = {names}: has an empty name. Use --lm-eval TASK,TASK.")
@@ -263,8 +246,7 @@ def find_tasks(
             f"--lm-eval = {names}: lm-evaluation-harness has no task {', '.join(unknown)}. Use "
             "names that `lm-eval ls tasks` lists, and --lm-eval-tasks FOLDER for your own."
         )
-    matches = manager.match_tasks(split)
-    return HarnessTasks(matches, manager, limit, num_fewshot, apply_chat_template)
+    return HarnessTasks(manager.match_tasks(split), manager, **options)
 
 
 def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tuple[list[Line], str]:
