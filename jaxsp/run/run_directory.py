@@ -21,8 +21,8 @@ from jaxsp.core import durations, files, urls
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.evaluation import task_plots
-from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.model import flops
+from jaxsp.planning.descriptions import StepMemory
 from jaxsp.run import metrics, stored_run
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.config_file import Config
