@@ -5,7 +5,7 @@ Three messages as ChatML writes them; the loss is on the text between the bars:
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n|Hello.<|im_end|>\n|
 
 If the template has {% generation %} marks, they name the spans (generation_marks.py). Otherwise the
-spans are found by rendering parts of the conversation (span_search.py) and then checked.
+spans are found by marks of the template's loops (span_search.py) and then checked.
 
 A span must begin with the message's content or its thinking: otherwise a header that the generation
 prompt does not write would be trained on. It must end with more than the content: a message without
@@ -19,7 +19,6 @@ drops the thinking of earlier messages, data.earlier_reasoning decides about the
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.core.errors import UserError, at
@@ -28,10 +27,6 @@ from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import Messages, RenderFunction, TextSpans
 from jaxsp.data.chat.turn_ends import TurnEnd
 from jaxsp.data.formats.records import COMPLETION_FIELDS
-
-_MAX_PREFIX_TURNS = 4
-"""Assistant messages up to which rendering all prefixes is about as fast as rendering the
-conversation with inserted messages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,25 +227,11 @@ def _infer_spans(
     """Returns the spans of assistant messages for a template without marks. The last may end after
     `text`, with the end that the template leaves out."""
 
-    def render_text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
-        return render(messages, prompt=prompt)[0]
-
-    searches = [
-        span_search.find_by_prefixes,
-        span_search.find_by_insertion,
-        span_search.find_by_exchanges,
-    ]
-    if len(indices) > _MAX_PREFIX_TURNS:
-        # prefixes take quadratic time; gemma4 merges assistant messages, so insertion fails late
-        searches.reverse()
-    for search in searches:
-        spans = search(messages, indices, text, render_text)
-        if spans is not None:
-            break
-    else:
+    spans = span_search.find_spans(messages, indices, text, render)
+    if spans is None:
         raise UserError(
-            "the chat template has no {% generation %} marks, and writes turns differently when "
-            "others follow, so that the assistant's text cannot be located: "
+            "the chat template has no {% generation %} marks, and no loop that writes the turns, "
+            "so that the assistant's text cannot be located: "
             f"{template_text.MARKS_SUGGESTION}."
         )
     completed = text + turn_end.complete(messages)

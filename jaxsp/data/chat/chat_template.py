@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.chat import generation_marks, template_text
+from jaxsp.data.chat import generation_marks, span_search, template_text
 from jaxsp.data.chat.template_text import TextSpans
 from jaxsp.data.data_config import DataConfig
 
@@ -172,7 +172,7 @@ class TemplateRenderer:
         self.has_marks = with_marks and generation_marks.has_generation_marks(text)
         if self._tools is not None:
             messages = template_text.list_messages(record)
-            texts = [self._render(messages, tools)[0] for tools in (self._tools, None)]
+            texts = [self._render(messages, tools, text)[0] for tools in (self._tools, None)]
             if texts[0] == texts[1]:
                 raise UserError(
                     "the chat template ignores tools. Remove the tools, or use a template that "
@@ -180,17 +180,25 @@ class TemplateRenderer:
                 )
 
     def __call__(
-        self, messages: Sequence[dict[str, Any]], *, prompt: bool = False, is_open: bool = False
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        prompt: bool = False,
+        is_open: bool = False,
+        marks_loops: bool = False,
     ) -> tuple[str, TextSpans]:
         """Returns the text of messages, and its marked spans.
-        Args: prompt: append the generation prompt. is_open: leave out the end of the last message.
+        Args:
+            prompt: append the generation prompt.
+            is_open: leave out the end of the last message.
+            marks_loops: add the marks of `span_search.mark_loops`.
         Raises: UserError if the template fails."""
-        return self._render(
-            messages, self._tools, add_generation_prompt=prompt, continue_final_message=is_open
-        )
+        template = span_search.mark_loops(self.template) if marks_loops else self.template
+        options = {"add_generation_prompt": prompt, "continue_final_message": is_open}
+        return self._render(messages, self._tools, template, **options)
 
     def _render(
-        self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any
+        self, messages: Sequence[dict[str, Any]], tools: Any, template: str, **options: Any
     ) -> tuple[str, TextSpans]:
         from transformers.utils import chat_template_utils
 
@@ -198,7 +206,7 @@ class TemplateRenderer:
             rendered: Any = chat_template_utils.render_jinja_template(
                 [list(messages)],
                 tools=tools,
-                chat_template=self.template,
+                chat_template=template,
                 return_assistant_tokens_mask=self.has_marks,
                 **options,
                 **self._kwargs,

@@ -7,7 +7,7 @@ import glob
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxsp.core import errors, urls
@@ -76,7 +76,7 @@ class Records:
             parts = [(start, stop) for _, start, stop in hub.resolve_ranges(self.split, lengths)]
         for start, stop in parts:
             entries = self.source.connect(_check_records(self))
-            yield from itertools.islice(entries, start, stop)
+            yield from _refuse_bad_records(itertools.islice(entries, start, stop), self.data)
 
 
 def read(source: Source, *, data: DataConfig) -> Records:
@@ -161,12 +161,10 @@ def _may_be_on_hub(path: pathlib.Path, source: Source) -> bool:
 
 
 def _check_records(origin: Records) -> Iterator[RecordEntry]:
-    """Yields an entry for every record; once one is bad that the config does not skip, the others
-    are only counted. Raises: UserError for bad records, for no usable record, and for `fields` and
-    `roles` that no record has."""
+    """Yields an entry for every record. Raises: UserError for too many bad records, for no usable
+    record, and for `fields` and `roles` that no record has."""
     source = origin.source
     limit = max(origin.data.max_bad_records, _MAX_CHECKED_BAD)
-    skips = origin.data.on_bad_record == "skip"
     columns = origin.columns
     unseen_fields = {
         name: field
@@ -205,8 +203,7 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
                 "data.max_bad_records."
             )
             raise UserError([*records.list_examples(examples), summary])
-        if skips or not num_bad:
-            yield entry
+        yield entry
     if not num_bad and not is_usable:
         needed = errors.format_choices(source.required)
         raise UserError(f"no record contains {needed}. Give at least one.")
@@ -217,11 +214,24 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
             "fields, or correct the records."
         )
         raise UserError([*records.list_examples(examples), summary])
-    check_bad_records(num_bad, num_records, examples, data=origin.data)
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
         raise UserError(f"fields: no record has {name}, to read as {field}. Remove or correct it.")
+
+
+def _refuse_bad_records(entries: Iterable[RecordEntry], data: DataConfig) -> Iterator[RecordEntry]:
+    """Yields entries up to the first bad one that the config does not skip, and counts the others.
+    Raises: UserError for bad records."""
+    num_records = 0
+    bad: list[RecordEntry] = []
+    for entry in entries:
+        num_records += 1
+        if entry["problem"] is not None:
+            bad.append(entry)
+        if not bad or data.on_bad_record == "skip":
+            yield entry
+    check_bad_records(len(bad), num_records, bad[: records.MAX_NAMED_RECORDS], data=data)
 
 
 def check_bad_records(

@@ -72,7 +72,11 @@ def tokenize_dataset(
     without a chat template; DamagedCacheError if the cached tokens must be made again."""
     import datasets
 
-    options = resolve_options(source, data=data, tokenizer=tokenizer)
+    try:
+        options = resolve_options(source, data=data, tokenizer=tokenizer)
+    except UserError:
+        collections.deque(records.entries(), maxlen=0)  # raises what is wrong with the records
+        raise
     key = (_CACHE_VERSION, records.fingerprint, options and _cache_key(source, options))
     folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp"
     tokenized, stats = cache.open_or_build(

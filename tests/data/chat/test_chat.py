@@ -4,7 +4,6 @@ import datetime
 import itertools
 import unicodedata
 
-import jinja2
 import numpy as np
 import pytest
 from tokenizers import normalizers, processors
@@ -240,50 +239,54 @@ def test_masks_of_long_conversations_take_linear_time(tokenizer, monkeypatch, na
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
-    def render(messages, *, prompt=False):
-        options = {"chat_template": LONG[name], "tokenize": False, "add_generation_prompt": prompt}
-        try:
-            return tokenizer.apply_chat_template(list(messages), **options)
-        except jinja2.TemplateError as error:
-            raise UserError(str(error)) from None
-
-    ways = [
-        span_search.find_by_prefixes,
-        span_search.find_by_insertion,
-        span_search.find_by_exchanges,
-    ]
-    at_least = {"chatml": 3, "headers": 3, "inst": 2, "turns": 2, "thinking": 1, "mistral": 2}
+def test_marks_of_loops_find_the_same_spans_as_prefixes(tokenizer, name):
+    num_compared = 0
     for conversation in chats.conversations(20, alternating=name in ("turns", "mistral")):
         messages = [{k: v for k, v in message.items() if v is not None} for message in conversation]
-        whole = render(messages)
-        spoken = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        results = [way(messages, spoken, whole, render) for way in ways]
-        actual = [[part.span for part in parts] for parts in results if parts is not None]
-        assert len(actual) >= at_least[name]
-        assert actual == actual[:1] * len(actual)
+        render = chat_template.TemplateRenderer(
+            {}, tokenizer=tokenizer, template=LONG[name], with_marks=False
+        )
+        indices = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        expected = find_by_prefixes(messages, indices, render)
+        spans = span_search.find_spans(messages, indices, render(messages)[0], render)
+        assert spans is not None
+        if expected is not None:
+            assert [each.span for each in spans] == expected
+            num_compared += 1
+    assert num_compared or name == "thinking", "its last message has thinking, unless others follow"
 
 
-@pytest.mark.parametrize("longer_than", [2, 4])
-@pytest.mark.parametrize("place", ["front", "header", "end"])
-def test_exchanges_that_change_other_text_find_nothing(tokenizer, place, longer_than):
-    """The conversation has 4 messages, and 10 with exchanges; the one of four words has up to 4."""
-    turn = "{{ '<start_of_turn>' + ("
-    otherwise = "" if place == "end" else "B"
-    added = f"{{{{ 'A' if messages | length > {longer_than} else '{otherwise}' }}}}"
-    template = {
-        "front": added + chats.TURNS,
-        "header": chats.TURNS.replace(turn, added + turn),
-        "end": chats.TURNS + added,
-    }[place]
-    assert template.count(added) == 1
+def find_by_prefixes(messages, indices, render):
+    """The slow and obvious spans: two renderings for each message, which must be prefixes."""
+    text, _ = render(messages)
+    spans = []
+    for index in indices:
+        try:
+            before, _ = render(messages[:index], prompt=True)
+            after, _ = render(messages[: index + 1])
+        except UserError:  # an empty conversation, or one that stops in the middle
+            return None
+        if index == len(messages) - 1:
+            after = text
+        if not text.startswith(before) or not text.startswith(after) or len(after) <= len(before):
+            return None
+        spans.append((len(before), len(after)))
+    return spans
 
-    def render(messages, *, prompt=False):
-        options = {"chat_template": template, "tokenize": False, "add_generation_prompt": prompt}
-        return tokenizer.apply_chat_template(list(messages), **options)
 
-    talk = TALK + TALK
-    assert span_search.find_by_exchanges(talk, [1, 3], render(talk), render) is None
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set x %}" + chats.CHATML + "{% endset %}{{ x }}{{ x | length }}",
+        "{{ messages | map(attribute='content') | join('<|im_end|>') }}<|im_end|>",
+        "{% for x in messages[:1] %}{{ messages[0].content }}{{ messages[1].content }}{% endfor %}",
+    ],
+    ids=["changed by marks", "no loop", "another loop"],
+)
+def test_a_template_without_a_loop_that_can_be_marked_is_refused(tokenizer, template):
+    with pytest.raises(UserError) as raised:
+        encode({"messages": TALK}, tokenizer, template)
+    assert_names(raised.value, "turns", "{% generation %}")
 
 
 def test_a_prompt_may_contain_more_than_the_header_of_a_message(tokenizer):
@@ -461,22 +464,6 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
                 "call.function | tojson", "'' + call.function.name + call.function.arguments"
             ),
             ["arguments", "| tojson"],
-        ),
-        (
-            {"messages": TALK + TALK},
-            "{{ messages | length }}" + chats.CHATML,
-            ["turns", "{% generation %}"],
-        ),
-        # different with inserted messages, in the same number of characters, and at its end
-        (
-            {"messages": TALK + TALK},
-            "{{ 'A' if messages | length in (1, 10) else 'B' }}" + chats.CHATML,
-            ["turns", "{% generation %}"],
-        ),
-        (
-            {"messages": TALK + TALK},
-            chats.CHATML.replace(PROMPT, "{{ messages | length }}" + PROMPT),
-            ["turns", "{% generation %}"],
         ),
         (
             {"messages": TALK},

@@ -8,9 +8,10 @@ import datasets
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat
+from jaxsp.data.chat import chat, span_search
 from jaxsp.data.chat.chat import ChatOptions
-from tests.data.chat import chats
+from jaxsp.data.chat.chat_template import TemplateRenderer
+from tests.data.chat import chats, test_chat
 
 sft_trainer = pytest.importorskip(
     "trl.trainer.sft_trainer", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11"
@@ -218,23 +219,26 @@ UNMARKED = [path for path in TEMPLATES if "endgeneration" not in path.read_text(
 
 
 @pytest.mark.parametrize("path", UNMARKED, ids=lambda path: path.stem)
-def test_every_search_finds_the_same_spans(monkeypatch, path):
-    """Long conversations are tried by exchanges and insertion first, short ones by prefixes."""
+def test_spans_are_those_of_prefixes_where_these_are_known(path):
     template = path.read_text().replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
     tokenizer = chats.tokenizer()
     draw = random.Random(0)
+    options = ChatOptions(
+        tokenizer=tokenizer, template=template, has_full_loss=True, earlier_reasoning="keep"
+    )
     for number in range(10):
-        messages = talk(draw, alternating=number % 2 == 0)
-        actual = []
-        for many in (0, 99):
-            monkeypatch.setattr(chat, "_MAX_PREFIX_TURNS", many)
-            options = ChatOptions(tokenizer=tokenizer, template=template, has_full_loss=False)
-            try:
-                (result,) = chat.render_record(chats.store({"messages": messages}), options)
-            except UserError:
-                continue
-            actual.append((result.text, result.loss_spans))
-        assert actual[1:] in ([], actual[:1])
+        record = chats.store({"messages": talk(draw, alternating=number % 2 == 0)})
+        messages = record["messages"]
+        try:
+            chat.render_record(record, options)  # checks that all is there
+        except UserError:
+            continue
+        render = TemplateRenderer(record, tokenizer=tokenizer, template=template, with_marks=False)
+        indices = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
+        expected = test_chat.find_by_prefixes(messages, indices, render)
+        actual = span_search.find_spans(messages, indices, render(messages)[0], render)
+        if expected is not None and actual is not None:
+            assert [each.span for each in actual] == expected
 
 
 @pytest.mark.parametrize(
