@@ -109,11 +109,6 @@ class Schema:
             (kind, kind.model_fields[path[-1]]) for kind in kinds if path[-1] in kind.model_fields
         ]
 
-    def list_fields(self, name: str) -> list[FieldInfo]:
-        """Fields of a section, of all classes that it may have."""
-        kinds = self.sections[name].sections
-        return [field for kind in kinds for field in kind.model_fields.values()]
-
     def find_choice(self, path: Sequence[str]) -> Choice | None:
         """The choice that selects the class of the section at a path."""
         path = [part for part in path if not part.isdigit()]
@@ -346,24 +341,19 @@ class Schema:
         if not found or len(path) == 1:
             return None
         field = found[0][1]
-        choices = [
-            name
-            for _, each in found
-            if get_origin(each.annotation) is Literal
-            for name in get_args(each.annotation)
-        ]
+        kinds = [each.annotation for _, each in found]
+        choices = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
+        example = field.examples[0] if field.examples else field.default
         inner = read_field(field).choice
         if inner is not None and inner.is_name:
             choices = [*inner.by_name()]
-        example = field.examples[0] if field.examples else field.default
-        if inner is not None and inner.is_name:
             example = inner.find(example)
         candidates = [
             self.coerce_value(name, value) if value is not None else None,
             errors.find_nearest(str(value), choices),
             example,
         ]
-        example = next((candidate for candidate in candidates if candidate is not None), None)
+        example = next((each for each in candidates if each is not None), None)
         text = example if isinstance(example, str) else yaml_io.format_value(example)
         return f"{name}={text}"
 

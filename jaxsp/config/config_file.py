@@ -92,7 +92,11 @@ def parse(
                 findings += [each | {"loc": (key, *each["loc"])} for each in error.errors()]
         elif not field.is_required():
             sections[key] = field.get_default()
-        elif not trains and not any(each.is_required() for each in schema.list_fields(key)):
+        elif not trains and not any(
+            each.is_required()
+            for kind in schema.sections[key].sections
+            for each in kind.model_fields.values()
+        ):
             sections[key] = schema.validate(key, {})
         else:
             findings.append({"type": "missing", "loc": (key,), "input": None})

@@ -155,11 +155,7 @@ Duration = Annotated[
     pydantic.PlainSerializer(durations.to_text),
 ]
 
-PositiveDuration = Annotated[
-    timedelta,
-    pydantic.BeforeValidator(parse_positive_duration),
-    pydantic.PlainSerializer(durations.to_text),
-]
+PositiveDuration = Annotated[Duration, pydantic.BeforeValidator(parse_positive_duration)]
 
 
 def _parse_date(value: object) -> object:

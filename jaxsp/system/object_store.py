@@ -36,10 +36,9 @@ def _request(method: Callable) -> Callable:
             is_first = deadline is None
             deadline = deadline or time.monotonic() + self.patience_s
             if is_permanent or time.monotonic() + WAIT_S > deadline:
-                problem = f"{reason}. {self.advice}"
                 if self.is_in_run:
-                    raise NeedsAttentionError(f"{self.url}: {problem}")
-                raise UserError(problem)
+                    raise NeedsAttentionError(f"{self.url}: {reason}. {self.advice}")
+                raise UserError(f"{reason}. {self.advice}")
             if is_first:
                 limit = durations.describe(self.patience_s)
                 distributed.log(f"{self.url}: {reason}. Trying again for {limit}")
