@@ -95,7 +95,8 @@ class StepLog:
         self._batch_requested_at = self._batch_ready_at = self._began
         self._previous_step: DispatchedStep | None = None
         self._num_finished = run.start.step
-        self._checkpoint_wait_s = 0.0
+        self.checkpoint_wait_s = 0.0
+        """Seconds that the loop waited for checkpoints since the previous line."""
         self._steps_s = 0.0
         """Seconds of the recorded steps, without evaluations, checkpoints and compilations."""
         self._recent_losses: collections.deque[float] = collections.deque(maxlen=20)
@@ -132,10 +133,6 @@ class StepLog:
         self.record_dispatched_step(following=dispatched)
         self._previous_step = dispatched
 
-    def record_checkpoint_wait(self, seconds: float) -> None:
-        """Adds to the time that the loop waited for checkpoints since the previous line."""
-        self._checkpoint_wait_s += seconds
-
     def record_dispatched_step(self, following: DispatchedStep | None = None) -> None:
         """Waits for the step dispatched last, and records its results, unless they are recorded.
 
@@ -168,7 +165,7 @@ class StepLog:
         is_due = evaluator.is_due(self._run.config.run.log_every, self._num_finished)
         if is_due or not results["is_finite"] or self._num_finished == self._run.spec.num_steps:
             self._out.metrics.write(metrics.METRICS_FILE, line)
-            self._checkpoint_wait_s = 0.0
+            self.checkpoint_wait_s = 0.0
         self._out.progress.show_step(line)
 
     def restart_clock(self) -> None:
@@ -214,7 +211,7 @@ class StepLog:
             attention_imbalance=counts.imbalance,
             step_s=step_s,
             data_wait_s=data_wait_s,
-            checkpoint_wait_s=self._checkpoint_wait_s or None,
+            checkpoint_wait_s=self.checkpoint_wait_s or None,
             tokens_per_s=num_tokens / step_s,
             tokens_per_s_per_device=num_tokens / step_s / mesh.size,
             tflops_per_device=tflops,

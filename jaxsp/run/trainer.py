@@ -284,7 +284,7 @@ class Loop:
                 self._build_meta(), eval_loss=loss, eval_set=run.ranking_eval_set
             )
             is_end = is_last or self._is_stopped_early or self._preemption.reason is not None
-            self._log.record_checkpoint_wait(checkpoints.save(state, meta, is_last=is_end))
+            self._log.checkpoint_wait_s += checkpoints.save(state, meta, is_last=is_end)
         gc.collect()
         if is_first:
             # A collection in one process delays a step of all. From now on, they collect together
@@ -323,16 +323,15 @@ class Loop:
             duration_s=status.evaluation_s,
         )
         began = time.perf_counter()
-        lines = {}
-        for line in self._eval_sets.run(state.master, num_steps=step, on_batch=status.heartbeat):
-            lines[line["data"]] = line
-            self._out.metrics.write(metrics.EVAL_FILE, line)
-            print_line(output.format_result(line))
-        task_lines = []
-        for line in self._tasks.run(state.master, num_steps=step, on_batch=status.heartbeat):
-            task_lines.append(line)
-            self._out.metrics.write(metrics.TASKS_FILE, line)
-            print_line(output.format_result(line))
+        lines = []
+        for file, results in (
+            (metrics.EVAL_FILE, self._eval_sets),
+            (metrics.TASKS_FILE, self._tasks),
+        ):
+            for line in results.run(state.master, num_steps=step, on_batch=status.heartbeat):
+                lines.append(line)
+                self._out.metrics.write(file, line)
+                print_line(output.format_result(line))
         is_first = status.evaluation_s is None
         with status.compiling("the answers") if is_first else contextlib.nullcontext():
             answers = self._samples.run(state.master, num_steps=step, on_token=status.heartbeat)
@@ -340,11 +339,12 @@ class Loop:
                 self._out.metrics.write(metrics.SAMPLES_FILE, line)
                 if line["sample"] == 0:
                     print_line(output.format_sample(line))
-        self._out.draw_needles(task_lines)
+        self._out.draw_needles(lines)
         status.evaluation_s = time.perf_counter() - began
-        self._early_stopping.record(step, lines)
+        by_set = {line["data"]: line for line in lines if "data" in line}
+        self._early_stopping.record(step, by_set)
         ranking_set = self._run.ranking_eval_set
-        return lines[ranking_set["name"]]["loss"] if ranking_set else None
+        return by_set[ranking_set["name"]]["loss"] if ranking_set else None
 
     def _build_meta(self) -> CheckpointMeta:
         """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
