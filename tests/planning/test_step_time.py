@@ -125,6 +125,16 @@ def test_every_ceiling_has_a_source_and_none_is_above_the_data_sheet():
             assert getattr(gpu.ceilings, rate) < gpu.ceilings.peak_tflops
 
 
+def test_rates_that_were_not_measured_say_so():
+    for name, assumed in gpus.ASSUMED.items():
+        if name != "all":
+            ceilings = gpus.GPUS[name].ceilings
+            named = {x for x, source in ceilings.sources.items() if source.startswith("assumed: ")}
+            assert {x: getattr(ceilings, x) for x in named} == {
+                x: rate for x, (rate, _) in assumed.items()
+            }
+
+
 def test_a_gpu_is_found_by_the_name_that_jax_gives_it():
     assert gpus.find_by_device_kind("NVIDIA H200") is gpus.GPUS["h200-141gb"]
     assert gpus.find_by_device_kind("NVIDIA H100 PCIe") is None
