@@ -315,18 +315,17 @@ def _use_published_names(fields: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     names = transformers.CONFIG_MAPPING[fields["model_type"]].attribute_map
-    for name in names.keys() & config_fields.list_fields(fields["model_type"]):
-        new_name = names[name]
-        if new_name not in fields:
-            continue
+    new_names = {
+        names[x]: x for x in names.keys() & config_fields.list_fields(fields["model_type"])
+    }
+    for new_name in new_names.keys() & fields.keys():
+        name = new_names[new_name]
         if fields.get(name, fields[new_name]) != fields[new_name]:
             raise UserError(
                 f".{new_name} = {format_value(fields[new_name])}: must equal {name}, which "
                 f"is {format_value(fields[name])}: it is the same field. Leave one of them out."
             )
-        fields = {**fields, name: fields[new_name]}
-        del fields[new_name]
-    return fields
+    return {new_names.get(name, name): value for name, value in fields.items()}
 
 
 def _renamed_fields(resolved: "transformers.PreTrainedConfig") -> dict[str, Any]:
