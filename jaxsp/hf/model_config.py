@@ -37,7 +37,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 _NULL_FIELDS = ("final_logit_softcapping", "attn_logit_softcapping", "sliding_window")
 """Fields in which null means none of it, and is not transformers' default."""
 
-_NOT_EXPORTED = {"quantization_config", "auto_map", "num_labels", *rope.FIELDS}
+_NOT_EXPORTED = {"quantization_config", "auto_map", "num_labels", "transformers_version"}
 """Fields of a config.json that describe what an export does not have."""
 
 _EXTRA_LAYERS_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -142,10 +142,11 @@ def make_config_json(
     """
     _, resolved = _parse_fields(fields)
     family = FAMILIES[fields["model_type"]]
+    others = _NOT_EXPORTED | config_fields.select(fields).keys()
     kept = {
         name: value
         for name, value in fields.items()
-        if value is not None and name not in _NOT_EXPORTED and not name.startswith("mtp_")
+        if value is not None and name not in others and not name.startswith("mtp_")
     }
     padding_id = read_padding_id(fields)
     head: dict[str, Any] = {"architectures": [find_architecture(fields["model_type"])]}
@@ -161,8 +162,8 @@ def make_config_json(
             "label2id": {"LABEL_0": 0},
         }
     return {
-        **kept,
         **resolved.to_diff_dict(),
+        **kept,
         **_renamed_fields(resolved),
         **token_ids,
         "pad_token_id": padding_id,
@@ -315,18 +316,17 @@ def _use_published_names(fields: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     names = transformers.CONFIG_MAPPING[fields["model_type"]].attribute_map
-    for name in names.keys() & config_fields.list_fields(fields["model_type"]):
-        new_name = names[name]
-        if new_name not in fields:
-            continue
+    new_names = {
+        names[x]: x for x in names.keys() & config_fields.list_fields(fields["model_type"])
+    }
+    for new_name in new_names.keys() & fields.keys():
+        name = new_names[new_name]
         if fields.get(name, fields[new_name]) != fields[new_name]:
             raise UserError(
                 f".{new_name} = {format_value(fields[new_name])}: must equal {name}, which "
                 f"is {format_value(fields[name])}: it is the same field. Leave one of them out."
             )
-        fields = {**fields, name: fields[new_name]}
-        del fields[new_name]
-    return fields
+    return {new_names.get(name, name): value for name, value in fields.items()}
 
 
 def _renamed_fields(resolved: "transformers.PreTrainedConfig") -> dict[str, Any]:

@@ -310,7 +310,7 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         saved = [_READ_MODULES[module] for module in modules]
         params = jax.tree.leaves(table)
         shapes = weights.tensor_shapes([x for x in params if x.is_adapter or x.hf_name in saved])
-        missing, surplus, misshapen = weights.compare(stored, shapes)
+        missing, surplus, misshapen, _ = weights.compare(stored, shapes)
         head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
         surplus = [name for name in surplus if name != head]
         suggestion = "Use an adapter of this model, as PEFT's save_pretrained writes it"

@@ -62,22 +62,11 @@ class _Inputs:
     """Radians per position of each rotated pair with the type `default`, float64 [pairs]."""
     limit: int | None
     """Number of positions of the model (max_position_embeddings)."""
+    original: int
+    """Number of positions that the model had before its range was extended."""
+    factor: float
+    """Factor of the extension."""
     row_tokens: int
-
-    @property
-    def original(self) -> int:
-        """Number of positions that the model had before its range was extended."""
-        positions = self.group.get(ORIGINAL, self.limit)
-        assert positions is not None, "checked before"
-        return positions
-
-    @property
-    def factor(self) -> float:
-        """Factor of the extension."""
-        if "factor" in self.group:
-            return float(self.group["factor"])
-        assert self.limit is not None, "checked before"
-        return self.limit / self.original
 
     @property
     def extension(self) -> str:
@@ -105,8 +94,16 @@ def parse(
     group = {name: value for name, value in group.items() if value is not None}
     dim = count_rotated(head_dim, group)
     base = float(group["rope_theta"]) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    limit = max_position_embeddings
+    original = group.get(ORIGINAL, limit) or 1  # types that need it were checked
     inputs = _Inputs(
-        group=group, dim=dim, base=base, limit=max_position_embeddings, row_tokens=row_tokens or 0
+        group=group,
+        dim=dim,
+        base=base,
+        limit=limit,
+        original=original,
+        factor=float(group.get("factor") or (limit or original) / original),
+        row_tokens=row_tokens or 0,
     )
     frequencies, scale, details = TYPES[group["rope_type"]].compute(inputs)
     parts = [group["rope_type"], f"theta {group['rope_theta']:,.12g}", *filter(None, [details])]
@@ -228,7 +225,7 @@ class RopeType:
     extends_range: bool = False
     """True if max_position_embeddings is `factor` times the original range."""
     needs_range: bool = False
-    """True if it depends on the number of positions: max_position_embeddings or the original."""
+    """True if it depends on max_position_embeddings or on the original range."""
     ordered: tuple[str, ...] = ()
     """Two fields of which the first must be below the second, and an example."""
 
@@ -452,13 +449,9 @@ def _find_form_problem(form: str, group: Any, support: RopeSupport) -> str | Non
         return f".{form} = {format_value(group)}: must be a group of fields, or null."
     if not support.layer_types or is_nested(group, support) == (form == "rope_parameters"):
         return None
+    has, other = ("no ", GROUPS[0]) if form == "rope_scaling" else ("", GROUPS[1])
     types = errors.format_choices(support.layer_types)
-    if form == "rope_scaling":
-        return f".{form}: must have no groups for layers of {types}. Use rope_parameters for these."
-    return (
-        f".{form}: must have groups of fields for layers of {types}. Use rope_scaling for one "
-        "group."
-    )
+    return f".{form}: must have {has}groups for layers of {types}. Use {other} instead."
 
 
 def _find_layer_problem(name: str, group: Any, support: RopeSupport) -> str | None:

@@ -30,7 +30,7 @@ from jaxsp.hf import folder, model_config, multimodal, tensors, token_ids
 from jaxsp.hf.families import FAMILIES, find_text_family
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.multimodal import PROCESSOR_FILES, OtherParts
-from jaxsp.hf.tensors import Index, StoredTensor, Tensor
+from jaxsp.hf.tensors import DTYPES, Index, StoredTensor, Tensor
 from jaxsp.model import decoder
 
 if TYPE_CHECKING:
@@ -211,17 +211,15 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
     absent = [name for name in files if not (source.path / name).is_file()]
     if absent:
         problems.append(f"{abbreviate(absent)}: missing, but named in {index_file}. {_COPY_AGAIN}.")
-    found: dict[str, str] = {}
+    places: set[tuple[str, str]] = set()
     stored: dict[str, StoredTensor] = {}
-    is_repeated = False
     for name in sorted({*files} - {*absent}):
         with problems.collect():
             header = tensors.read_header(source.path / name)
-            is_repeated |= not header.keys().isdisjoint(found)
             stored |= header
-            found |= dict.fromkeys(header, name)
-    differences = found.items() ^ weight_map.items()
-    if not problems and has_index and (differences or is_repeated):
+            places |= {(tensor, name) for tensor in header}
+    differences = places ^ set(weight_map.items())
+    if not problems and has_index and differences:
         names = sorted({tensor for tensor, _ in differences})
         problems.append(
             f"{index_file} and the files disagree about the file of {abbreviate(names)}. "
@@ -276,36 +274,31 @@ def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
 
 def compare(
     stored: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[list[str], list[str], list[str]]:
-    """Names of missing and of surplus tensors, and descriptions of those of another shape."""
+) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Missing and surplus tensors, and those of another shape, and those that jaxsp cannot read."""
     missing = [name for name in shapes if name not in stored]
-    surplus = sorted(stored.keys() - shapes.keys())
+    surplus = sorted(x for x in stored.keys() - shapes if not x.endswith(_IGNORED_SUFFIX))
+    common = {name: stored[name] for name in shapes if name in stored}
     misshapen = [
-        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in stored and stored[name].shape != shape
+        f"{name} {list(tensor.shape)} instead of {list(shapes[name])}"
+        for name, tensor in common.items()
+        if tensor.shape != shapes[name]
     ]
-    return missing, surplus, misshapen
+    unreadable = [f"{name} {x.dtype}" for name, x in common.items() if x.dtype not in DTYPES]
+    return missing, surplus, misshapen, unreadable
 
 
 def _check_tensors(
     stored: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]], source: ModelFolder
 ) -> None:
     """Raises UserError for differences between the stored tensors and those of the model."""
-    missing, surplus, misshapen = compare(stored, shapes)
-    surplus = [name for name in surplus if not name.endswith(_IGNORED_SUFFIX)]
-    unsupported = [
-        f"{name} {stored[name].dtype}"
-        for name in shapes
-        if name in stored and stored[name].dtype not in tensors.DTYPES
-    ]
+    missing, surplus, misshapen, unreadable = compare(stored, shapes)
     matching = "Use the config.json that belongs to these weights"
     tie = ""
     if missing == [_HEAD_NAME]:
         is_multimodal = multimodal.find_family(source.config_fields) is not None
         places = "it and in its text_config" if is_multimodal else "it"
         tie = f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
-    dtypes = errors.format_choices(tensors.DTYPES)
     leave_out = ""
     if not missing and not misshapen:
         leave_out = (
@@ -316,7 +309,11 @@ def _check_tensors(
         (missing, "missing tensors:", f"{matching}{tie}, or copy or download the folder again"),
         (surplus, "tensors that the model of config.json does not have:", matching + leave_out),
         (misshapen, "tensors of another shape than in config.json:", matching),
-        (unsupported, f"tensors that are not {dtypes}:", "Use a model that is not quantized"),
+        (
+            unreadable,
+            f"tensors that are not {errors.format_choices(DTYPES)}:",
+            "Use a model that is not quantized",
+        ),
     )
 
 

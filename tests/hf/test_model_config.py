@@ -492,6 +492,32 @@ def test_fields_without_effect_are_accepted():
     ) == read(LLAMA)
 
 
+def test_fields_that_are_not_known_to_change_arithmetic_are_kept_and_written_back():
+    extra = {"unsloth_version": "2025.1", "layer_switch": 4, "use_cache": False}
+    assert read(LLAMA_3_1 | extra) == read(LLAMA_3_1)
+    fields = LLAMA_3_1 | extra | {"quantization_config": None, "mtp_loss": 1, "new": None}
+    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+    assert exported.items() >= extra.items()
+    assert not {"quantization_config", "mtp_loss", "new"} & exported.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("query_pre_attn_scalar", 64),
+        ("num_experts", 8),
+        ("layer_norm_eps", 1e-5),
+        ("use_bidirectional_attention", True),
+        ("clip_qkv", 8.0),
+        ("router_jitter_noise", 0.1),
+        ("rope_local_base_freq", 1e4),
+    ],
+)
+def test_fields_that_change_arithmetic_in_another_family_are_refused(name, value):
+    (problem,) = problems(LLAMA_3_1 | {name: value})
+    assert problem.startswith(f"model.config.{name} = ")
+
+
 def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
     class Tokenizer:
         bos_token_id = None
