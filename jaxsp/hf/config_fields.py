@@ -224,7 +224,8 @@ def _find_field_problems(
 
     model_type = fields["model_type"]
     base = transformers.PreTrainedConfig.__dataclass_fields__.keys()
-    refused = {*_RULES, *rope.FIELDS}
+    refused = {*_RULES, *rope.FIELDS, "linear_use_gate"}
+    refused.update(*(each.values for each in FAMILIES.values()))
     if model_type in FAMILIES:  # others declare fields for images
         refused |= transformers.CONFIG_MAPPING[model_type].__dataclass_fields__.keys() - base
     architecture = find_architecture(model_type)

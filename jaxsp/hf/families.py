@@ -197,6 +197,12 @@ FAMILIES = {
         values={
             "hidden_act": ("silu",),  # also the activation of the convolutions
             "mlp_only_layers": ([],),
+            # not read by transformers
+            "attn_output_gate": (True,),
+            "output_gate_type": ("swish", "silu"),  # of the delta nets
+            "mamba_ssm_dtype": ("float32",),
+            "mtp_num_hidden_layers": (0, 1),
+            "mtp_use_dedicated_embeddings": (False,),
         },
         other_parts=("mtp",),
     ),
@@ -267,7 +273,8 @@ FAMILIES["gpt_oss"] = Family(
             down="mlp.experts.down_proj",
         ),
     },
-    values={"hidden_act": ("silu",)},  # not used by its code
+    # not read by transformers
+    values={"hidden_act": ("silu",), "experts_per_token": (4,)},
 )
 
 OLMO_DELTA_NET_NAMES = DeltaNetNames(
