@@ -1,6 +1,7 @@
 """Long-context fine-tuning of Hugging Face models in JAX.
 
-`jaxsp.Trainer` trains from Python; it is imported when it is used, and JAX with it.
+`jaxsp.Trainer` trains from Python, `jaxsp.plan` plans; they are imported when they are used, and
+JAX with them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.system import cuda_plugin
 
 if TYPE_CHECKING:
-    from jaxsp.api import Trainer
+    from jaxsp.api import Trainer, plan
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "plan"]
 
 cuda_plugin.load_quietly()  # before anything imports jax
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Trainer":
-        from jaxsp.api import Trainer
+    if name in __all__:
+        from jaxsp import api
 
-        return Trainer
+        return getattr(api, name)
     raise AttributeError(f"module 'jaxsp' has no attribute {name!r}")
 
 

@@ -15,8 +15,11 @@ _COMMANDS = {
     "benchmark": "times steps of a config on this machine",
     "convert": "writes a config from one of another system",
 }
-"""Description of each command; its module has its name."""
+"""Description of each command; its module has its name, except that of plan, which is a function:
+`jaxsp.plan`."""
 
+
+_MODULES = {"plan": "plan_cli"}
 
 _HELP = "jaxsp COMMAND --help documents a command, jaxsp train --help data a section of the config."
 
@@ -31,7 +34,7 @@ def main() -> None:
         from jaxsp import cli
 
         sys.argv = [f"jaxsp {name}", *arguments]
-        cli.run_command(importlib.import_module(f"jaxsp.{name}").main)
+        cli.run_command(importlib.import_module(f"jaxsp.{_MODULES.get(name, name)}").main)
     else:
         nearest = errors.find_nearest(name, _COMMANDS)
         suggestion = errors.format_choices([nearest] if nearest else _COMMANDS)

@@ -28,15 +28,16 @@ from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization.documents import encode_examples
 from jaxsp.data.tokenization.encoding import TextEncoder
+from jaxsp.data.tokenization.tokenize import encode_examples
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
-from jaxsp.hf import folder, multimodal, peft
+from jaxsp.hf import folder, multimodal, peft, published
 from jaxsp.hf.weights import check_target, export_model, open_other_parts
 from jaxsp.optimizers import param_groups
-from jaxsp.planning import fit
+from jaxsp.planning import absent, fit, planner
+from jaxsp.planning.planner import Plan
 from jaxsp.run import (
     build,
     config_file,
@@ -45,6 +46,7 @@ from jaxsp.run import (
     jax_limits,
     merging,
     model_files,
+    plan_command,
     stop_tokens,
     train_command,
     trainer,
@@ -487,25 +489,65 @@ class Trainer:
         return dataset.pack_documents(name, packed, **self.spec.config.packing, digests=[""])
 
 
-def _load_config(config: ConfigFields, changes: Sequence[str]) -> Config:
-    """Loads a config; without training data, `Trainer` ignores no field. Raises: UserError."""
+def plan(
+    config: ConfigFields,
+    changes: Sequence[str] = (),
+    *,
+    device: str = "h100-80gb",
+    num_devices: int | None = None,
+    document_tokens: int | None = None,
+) -> Plan:
+    """Plans a config's step on absent GPUs, as `jaxsp plan` does. Needs the extra jaxsp[plan].
+
+    Args:
+        config, changes: see `Trainer`; data.train and run.directory may be missing.
+        device: type of the GPUs: see `jaxsp plan --help`.
+        num_devices: number of GPUs; None: the product of the mesh, or a node of 8.
+        document_tokens: length of the documents that fill a row, for the time; None: the row.
+    Raises: UserError for what training would refuse.
+    """
+    fields = _read_sections(config)
+    fields["data"] = {
+        name: value
+        for name, value in fields.get("data", {}).items()
+        if name not in ("train", "eval", "eval_fraction")
+    }
+    loaded = config_file.parse(fields, changes, unneeded=("run.directory", "data.train"))
+    sizes = published.read_sizes(loaded.model, row_tokens=loaded.data.row_tokens)
+    adapter = peft.resolve(loaded.adapter, sizes.model)
+    cluster = absent.make_cluster(device, plan_command.count_devices(loaded, num_devices))
+    step = loaded.model_copy(update={"adapter": adapter.config}).step
+    return planner.plan_step(
+        planner.resolve_config(step, model=adapter.model, cluster=cluster),
+        model=adapter.model,
+        cluster=cluster,
+        document_tokens=document_tokens,
+    )
+
+
+def _read_sections(config: ConfigFields) -> dict[str, Any]:
+    """Sections of a config, which may be a file. Raises: UserError."""
     if not isinstance(config, Mapping):
         config = config_file.read(config)
-    problems = ProblemCollector()
-    fields: dict[str, Any] = {}
     for name, group in config.items():
         if not isinstance(group, Mapping):
             raise UserError(
                 f"config: {name} = {group!r}: must be a group of fields, "
                 "for example {'run': {'steps': 10}}."
             )
-        fields[name] = dict(group)
+    return {name: dict(group) for name, group in config.items()}
+
+
+def _load_config(config: ConfigFields, changes: Sequence[str]) -> Config:
+    """Loads a config; without training data, `Trainer` ignores no field. Raises: UserError."""
+    fields = _read_sections(config)
     if "data" in fields:
         fields["data"] = in_memory.write_sources(fields["data"])
     given = {f"{group}.{name}": fields[group][name] for group in fields for name in fields[group]}
     given |= {name: value for name, _, value in (change.partition("=") for change in changes)}
     if any(value for name, value in given.items() if name.startswith("data.train")):
         return config_file.parse(fields, changes)
+    problems = ProblemCollector()
     for name, value in given.items():
         instead = _INSTEAD.get(name) or _INSTEAD.get(name.partition(".")[0])
         if instead and value and value != "sft":

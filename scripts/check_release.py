@@ -2,7 +2,7 @@
 
     python -m scripts.check_release 0.11.2
 
-Plans a packed step of Llama-3.1-8B on 8 H100s with `python -m jaxsp.plan`, and compiles, for an
+Plans a packed step of Llama-3.1-8B on 8 H100s with `jaxsp plan`, and compiles, for an
 H100, the programs that training runs before its first step. Prints one line with the release,
 the time and memory of the plan, and a verdict. `scripts/check.sh --releases` calls this for each
 supported release.
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
         plan = plan_recipe()
     except subprocess.CalledProcessError as error:
         print(error.stderr, file=sys.stderr)
-        print(f"jax {jax.__version__}: FAILED: jaxsp.plan ended with exit code {error.returncode}")
+        print(f"jax {jax.__version__}: FAILED: jaxsp plan ended with exit code {error.returncode}")
         return 1
     plan_s = time.perf_counter() - began
     problems = find_problems(plan, release=release)
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
 
 
 def plan_recipe() -> dict[str, Any]:
-    """Returns what `python -m jaxsp.plan` writes for RECIPE.
+    """Returns what `jaxsp plan` writes for RECIPE.
 
     Raises: CalledProcessError if it fails.
     """
@@ -122,7 +122,7 @@ def plan_recipe() -> dict[str, Any]:
     ]
     with tempfile.TemporaryDirectory(prefix="jaxsp-release-") as folder:
         file = pathlib.Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "jaxsp.plan", RECIPE, *model, "--json", str(file)]
+        command = [sys.executable, "-m", "jaxsp", "plan", RECIPE, *model, "--json", str(file)]
         subprocess.run(command, cwd=machine.REPO, capture_output=True, text=True, check=True)
         return json.loads(file.read_text(encoding="utf-8"))
 

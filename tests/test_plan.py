@@ -1,5 +1,6 @@
-"""python -m jaxsp.plan, on models small enough to be compiled in seconds."""
+"""jaxsp plan and `jaxsp.plan`, on models small enough to be compiled in seconds."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,7 +12,8 @@ import jax
 import pytest
 import yaml
 
-from jaxsp import plan
+import jaxsp
+from jaxsp import plan_cli
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
@@ -63,7 +65,9 @@ def run_plan(tmp_path, capsys):
             "optimizer": {"learning_rate": 0.1},
         }
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
-        plan.main([str(tmp_path / "config.yaml"), *words, "--json", str(tmp_path / "plan.json")])
+        plan_cli.main(
+            [str(tmp_path / "config.yaml"), *words, "--json", str(tmp_path / "plan.json")]
+        )
         return capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
 
     return run
@@ -72,6 +76,16 @@ def run_plan(tmp_path, capsys):
 @pytest.fixture
 def compiler():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("compiler")
+def test_a_plan_from_python_is_that_of_the_command(run_plan, tmp_path):
+    _, printed = run_plan("--devices", "4", "mesh.seq=2")
+    changes = ["mesh.seq=2"]
+    plan = dataclasses.asdict(jaxsp.plan(tmp_path / "config.yaml", changes, num_devices=4))
+    plan = json.loads(json.dumps(plan))
+    assert {name: printed[name] for name in plan} | {"plan_s": 0} == plan | {"plan_s": 0}
 
 
 @pytest.mark.e2e
@@ -276,7 +290,7 @@ def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
     }
     config = "configs/llama31_8b_128k_8xh100.yaml"
     words = ["data.row_tokens=16384", "--json", str(tmp_path / "plan.json")]
-    command = [sys.executable, "-m", "jaxsp.plan", config, *words]
+    command = [sys.executable, "-m", "jaxsp", "plan", config, *words]
     done = subprocess.run(
         command, cwd=REPO, env=environ, capture_output=True, text=True, check=False
     )

@@ -62,7 +62,7 @@ def plan(
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     # steps that are compiled here do not run
     jax.config.update("jax_enable_compilation_cache", False)
-    count = _count_devices(config, devices, is_fixed=mode != "meshes")
+    count = count_devices(config, devices, is_fixed=mode != "meshes")
     clusters = [
         absent.make_cluster(kind, count, node_devices=node_devices, node_host_gib=host_gib)
         for kind in device or ["h100-80gb"]
@@ -97,7 +97,7 @@ def plan(
     return result | {"published_sizes": sizes.note or None}
 
 
-def _count_devices(config: Config, num_devices: int | None, *, is_fixed: bool) -> int:
+def count_devices(config: Config, num_devices: int | None, *, is_fixed: bool = True) -> int:
     """Number of devices: by default the product of the mesh, with data=-1 filling a node of 8.
 
     Args: is_fixed: the config's mesh must fit them.

@@ -34,6 +34,9 @@ from jaxsp.training import train_state
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
 
+COLLECT_EVERY = 1000
+"""Steps between collections of garbage in a run without checkpoints and evaluations."""
+
 
 def train(
     run: Run,
@@ -262,6 +265,8 @@ class Loop:
         _, last_traced = run.config.logging.profile_steps or (0, 0)
         is_first = step == run.start.step + 1
         if not (should_save or should_evaluate or step == last_traced or is_first):
+            if step % COLLECT_EVERY == 0:
+                gc.collect()
             return
         self._log.record_dispatched_step()
         if step == last_traced:

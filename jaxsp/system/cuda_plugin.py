@@ -37,7 +37,7 @@ def load_quietly() -> None:
     if not libraries:
         return
     level = os.environ.get(_LOG_LEVEL)
-    # They read it when they are loaded. Without GPUs only jaxsp.plan uses them, which sets it too
+    # They read it when they are loaded. Without GPUs only plans use them, which sets it too
     os.environ.setdefault(_LOG_LEVEL, "3")
     with contextlib.suppress(OSError), open(os.devnull, "wb") as null:  # stderr may be closed
         stderr = os.dup(2)

@@ -70,7 +70,7 @@ class StepSpec:
 
     @property
     def objective(self) -> Objective:
-        """What the step minimizes."""
+        """Objective of the step."""
         return self.config.objective
 
     @property

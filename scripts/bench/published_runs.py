@@ -2,7 +2,7 @@
 
     python -m scripts.bench.published_runs
 
-Plans each run as `python -m jaxsp.plan` does: same model, GPUs, row length and rows per step, one
+Plans each run as `jaxsp plan` does: same model, GPUs, row length and rows per step, one
 document per row, and the memory options that recompute about as much as the run did. Nothing of
 jaxsp is measured here. Only runs with the kernel that estimates assume (cuDNN) test the estimate:
 on an H100, FlashAttention-2 took the step of TRL's Qwen3-8B from 373 to 606 s. Takes about five
