@@ -15,8 +15,8 @@ _COMMANDS = {
     "benchmark": "times steps of a config on this machine",
     "convert": "writes a config from one of another system",
 }
-"""Description of each command; its module has its name, except that of plan, which is a function:
-`jaxsp.plan`."""
+"""Description of each command. The module of `plan` is `plan_cli`, because `jaxsp.plan` is a
+function."""
 
 
 _MODULES = {"plan": "plan_cli"}

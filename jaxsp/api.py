@@ -1,13 +1,13 @@
 """`jaxsp.Trainer` and `jaxsp.plan`: what the commands do, from Python (configs/guide/python.md)."""
 
 import atexit
-import contextlib
 import dataclasses
 import itertools
 import os
 import pathlib
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ import rich.console
 
 from jaxsp.blocks import layers
 from jaxsp.config.yaml_io import format_value
-from jaxsp.core import host_memory
+from jaxsp.core import exit_codes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.core.units import format_count
@@ -28,6 +28,7 @@ from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.data.tokenization.tokenize import encode_examples
 from jaxsp.evaluation.evaluator import Evaluator
@@ -49,9 +50,10 @@ from jaxsp.run import (
     plan_command,
     stop_tokens,
     train_command,
-    trainer,
 )
 from jaxsp.run.config_file import Config
+from jaxsp.run.data_sets import OpenedSources
+from jaxsp.run.references import Reference
 from jaxsp.system import cluster, compilation_cache, distributed
 from jaxsp.training import train_state, trainable
 from jaxsp.training.loss import TokenLoss
@@ -125,6 +127,7 @@ class Trainer:
         if process.num_processes > 1 and not distributed.is_connected():
             distributed.initialize(process)
             atexit.register(distributed.shutdown)
+            sys.excepthook = _abort_job
         cache = self.config.run.compilation_cache
         if self.config.data.train or cache not in ("auto", None):
             compilation_cache.enable(cache, num_processes=process.num_processes)
@@ -132,6 +135,11 @@ class Trainer:
         trains = bool(self.config.data.train)
         if trains and has_weights:
             problems.append("has_weights = True: data.train has no weights of tokens. Use pack.")
+        if loss is not None and self.config.objective.has_pairs:
+            problems.append(
+                f"loss: objective.type = {self.config.objective.type} has a loss of its own. Leave "
+                "it out."
+            )
         self.model = build.prepare_model(
             self.config, devices=jax.devices(), problems=problems, for_training=trains
         )
@@ -148,13 +156,24 @@ class Trainer:
             self.spec, self.model.model_folder, self.model.adapter_folder
         )
         self._state: TrainState | None = None
-        self._evaluator = Evaluator(self.spec, ())
+        self._is_interrupted = False
+        self._make_programs()
         self._step: Callable[[TrainState, Batch], tuple[TrainState, StepResults]] | None = None
+
+    def _make_programs(self) -> None:
+        """Makes what compiles programs when it is used first."""
+        self._evaluator = Evaluator(self.spec, ())
+        self._set_evaluator = Evaluator(
+            self.spec, self.model.eval_sets, has_long_ppl=self.config.eval.long_ppl
+        )
+        self._generator: Generator | None = None
 
     @property
     def state(self) -> TrainState:
         """The model's weights (`state.master`, float32 if they are trained, sharded over the mesh)
         and the optimizer's state: those of the model, or after the last step."""
+        if self._is_interrupted:
+            raise UserError("train ended with an error: call it again, which resumes the run.")
         if self._state is None:
             self._state = train_state.init_state(self.spec, self._weights.make())
         return self._state
@@ -164,23 +183,26 @@ class Trainer:
     ) -> list[Line]:
         """Trains as `jaxsp train` does, to the last step; resumes from run.directory.
 
-        An interrupt (Ctrl-C, SIGTERM) finishes the step and writes a checkpoint; a second one ends
-        the process. If the process hangs, it ends with exit code 75.
+        Signals and hangs have the effects of the command (configs/guide/failures.md). After SIGTERM
+        or Ctrl-C, the run finishes the step and writes a checkpoint, if run.shutdown_grace allows
+        it, and SystemExit(0) ends the script: `state` then has the weights of that step.
 
         Args:
             on_line: called with each line of metrics.jsonl, eval.jsonl and tasks.jsonl when it is
-                written, in process 0. An exception ends the run.
+                written, in process 0. An exception ends the run without a checkpoint.
             is_quiet: do not print the banner and the progress.
         Returns: the lines; empty in other processes.
         Raises:
-            UserError if the config has no training data, and for problems with the run directory;
-            NeedsAttentionError: see `run.trainer.train`.
+            UserError if the config has no training data, in another thread than the main one, and
+            for problems with the run directory; NeedsAttentionError: see `run.trainer.train`.
         """
         if not self.config.data.train:
             raise UserError(
                 "train: the config has no data.train. Name its data, for example "
                 "{'data': {'train': [{'source': records}]}}, or use pack and step."
             )
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError("train: must run in the main thread, which receives signals.")
         self.config.logging.check_installed()
         lines: list[Line] = []
 
@@ -190,35 +212,58 @@ class Trainer:
                 on_line(line)
 
         self._state = None  # a device may not hold both
+        self._is_interrupted = True
         console = rich.console.Console(quiet=is_quiet or jax.process_index() > 0, markup=False)
         preemption = train_command.make_preemption(self.config)
-        is_main = threading.current_thread() is threading.main_thread()
-        with preemption.listen() if is_main else contextlib.nullcontext():
-            run, state = train_command.train_config(
-                self.config, console, preemption, loss=self.spec.loss, on_line=add
+        with preemption.listen():
+            run, self._state = train_command.train_config(
+                self.config,
+                console,
+                preemption,
+                loss=self.spec.loss,
+                on_line=add,
+                needs_state=True,
             )
+        self._is_interrupted = False
+        self.model = run
         self.spec = run.spec
-        self._evaluator = Evaluator(self.spec, ())
-        self._state = state or trainer.make_state(run)[0]
+        self._make_programs()
+        if preemption.reason is not None and int(self.state.step) < self.spec.num_steps:
+            raise SystemExit(0)
         return lines
 
     def tokenize(self, records: Iterable[Any]) -> tuple[list[list[int]], list[list[int]]]:
         """Encodes records as training does.
 
+        The tokens that end the turns of chats become stop tokens of `generate` and `save`.
+
         Args: records: see `data.in_memory.write_sources`.
         Returns:
             tokens and labels of each document, for `pack` and `evaluate`: a label is the token
-            itself, or -100 where it has no loss.
+            itself, or -100 where it has no loss. Records without text have none.
         Raises: UserError for a record that cannot be used.
         """
         whole = self.config.model_dump(mode="json")
-        fields = {name: whole[name] for name in ("model", "data")}
+        fields = {name: whole[name] for name in ("model", "data", "objective")}
         fields["data"] |= in_memory.write_sources({"train": [{"source": records}]})
         data = config_file.parse(fields, trains=False).data
         (source,) = data.train
         tokenizer = self._load_tokenizer() if source.needs_tokenizer else None
         with at("records"):
             opened = sources.read(source, data=data)
+            found = stop_tokens.find(
+                OpenedSources(
+                    train={"": source},
+                    evals={},
+                    records={"": opened},
+                    have_text=source.needs_tokenizer,
+                ),
+                self.config.model_copy(update={"data": data}),
+                tokenizer,
+            )
+            if found.alternatives:
+                fields = found.add_to(self.model.hf_config)
+                self.model = dataclasses.replace(self.model, stop_tokens=found, hf_config=fields)
             encoded = [
                 *encode_examples(
                     opened, source=source, data=data, tokenizer=tokenizer, num_records=sys.maxsize
@@ -233,7 +278,7 @@ class Trainer:
 
     def generate(
         self,
-        prompts: Iterable[str | Sequence[Any]],
+        prompts: Iterable[Any],
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -251,19 +296,33 @@ class Trainer:
         """
         tokenizer = self._load_tokenizer()
         encoder = TextEncoder(tokenizer)
+        vocab_size = self.spec.model.vocab_size
+        given = [prompts] if isinstance(prompts, str) else [*prompts]
         ids: list[list[int]] = []
-        for prompt in prompts:
+        for number, prompt in enumerate(given):
+            if not isinstance(prompt, str | Sequence | np.ndarray):
+                raise UserError(
+                    f"prompts[{number}]: must be a text, a list of messages or of token ids, not a "
+                    f"{type(prompt).__name__}. Put a single prompt into a list."
+                )
+            items: list[Any] = [prompt] if isinstance(prompt, str) else [*prompt]
             if isinstance(prompt, str):
                 ids.append(encoder.encode_prompt(prompt, is_plain=True))
-            elif len(prompt) and isinstance(prompt[0], Mapping):
+            elif items and isinstance(items[0], Mapping):
                 renderer = chat_template.make_prompt_renderer(self.config.data, tokenizer)
-                text = renderer([*prompt], prompt=True)[0]
+                text = renderer(items, prompt=True)[0]
                 ids.append(encoder.encode_prompt(text, is_plain=False))
+            elif all(isinstance(x, int | np.integer) and 0 <= x < vocab_size for x in items):
+                ids.append([*map(int, items)])
             else:
-                ids.append([*prompt])
+                raise UserError(
+                    f"prompts[{number}]: must have ids from 0 to {vocab_size - 1}, the model's "
+                    "vocabulary."
+                )
         small_files = self.model.small_files
         stop_ids = stop_tokens.list_stop_ids(self.model.hf_config, small_files, tokenizer)
-        answers = Generator(self.spec).generate(
+        self._generator = self._generator or Generator(self.spec)
+        answers = self._generator.generate(
             self.state.master,
             ids,
             max_new_tokens=max_new_tokens,
@@ -277,7 +336,14 @@ class Trainer:
 
         Returns: lines of eval.jsonl and tasks.jsonl.
         """
-        sets = Evaluator(self.spec, self.model.eval_sets, has_long_ppl=self.config.eval.long_ppl)
+        Reference(
+            spec=self.spec,
+            source=self.config.model.source,
+            adapter_source=self.config.adapter.source,
+            run_dir=None,
+            is_resume=False,
+        ).prepare(self.model.eval_sets, print_line=print)
+        sets = self._set_evaluator
         tasks = RetrievalEvaluator(sets, self.model.task_samples)
         num_steps = int(self.state.step)
         return [
@@ -348,6 +414,11 @@ class Trainer:
 
         Args: documents, labels: as in `pack`; each is read once. name: of the eval set.
         """
+        if self.spec.objective.has_pairs:
+            raise UserError(
+                "evaluate: the objective needs pairs. Name them in data.eval, and use "
+                "evaluate_sets."
+            )
         data = self._pack(name, documents, labels, None)
         return self._evaluator.evaluate(data, self.state.master, num_steps=int(self.state.step))
 
@@ -381,7 +452,11 @@ class Trainer:
         parts = None
         if multimodal.are_exported(fields):
             whole = model_folder if source is None else folder.find(source, field="source")
-            assert whole is not None, "no family with other parts starts from random weights"
+            if whole is None:
+                raise UserError(
+                    f"source: {fields['model_type']} is saved with the other parts of a multimodal "
+                    "checkpoint. Name its folder."
+                )
             parts = open_other_parts(whole, self.spec.model)
         elif source is not None:
             raise UserError(
@@ -403,6 +478,7 @@ class Trainer:
             other_parts=parts,
         )
         out = pathlib.Path(directory)
+        tokenizers.correct_file(out)
         self.model.stop_tokens.add_to_file(out, default=fields["eos_token_id"])
         export_command.write_chat_template(self.model.config, out)
 
@@ -427,6 +503,8 @@ class Trainer:
             is_multimodal=source is not None and multimodal.is_multimodal(source.path),
             small_files=None if source is None else source.path,
         )
+        tokenizers.correct_file(pathlib.Path(directory))
+        export_command.write_chat_template(self.model.config, pathlib.Path(directory))
 
     def _load_tokenizer(self) -> "transformers.PreTrainedTokenizerBase":
         """The model's tokenizer. Raises: UserError if there is none."""
@@ -507,11 +585,15 @@ def plan(
     Raises: UserError for what training would refuse.
     """
     fields = _read_sections(config)
-    fields["data"] = {
-        name: value
-        for name, value in fields.get("data", {}).items()
-        if name not in ("train", "eval", "eval_fraction")
-    }
+    data = fields.get("data", {})
+    for group in ("train", "eval"):
+        if isinstance(data.get(group), list | tuple):  # records in memory are not read
+            data[group] = [
+                {"format": "text", "name": f"{group}-{number}"} | dict(each) | {"source": "memory"}
+                if isinstance(each, Mapping) and not isinstance(each.get("source", ""), str)
+                else each
+                for number, each in enumerate(data[group])
+            ]
     loaded = config_file.parse(fields, changes, unneeded=("run.directory", "data.train"))
     sizes = published.read_sizes(loaded.model, row_tokens=loaded.data.row_tokens)
     adapter = peft.resolve(loaded.adapter, sizes.model)
@@ -539,7 +621,7 @@ def _read_sections(config: ConfigFields) -> dict[str, Any]:
 
 
 def _load_config(config: ConfigFields, changes: Sequence[str]) -> Config:
-    """Loads a config; without training data, `Trainer` ignores no field. Raises: UserError."""
+    """Loads a config. Raises: UserError, also for fields that a loop of the user's would ignore."""
     fields = _read_sections(config)
     if "data" in fields:
         fields["data"] = in_memory.write_sources(fields["data"])
@@ -555,6 +637,14 @@ def _load_config(config: ConfigFields, changes: Sequence[str]) -> Config:
             problems.append(f"{text}: has no effect without data.train. {instead}")
     problems.raise_if_any()
     return config_file.parse(fields, changes, unneeded=("run.directory", "data.train"))
+
+
+def _abort_job(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    """Prints an exception, and ends the job: the other processes would wait for this one."""
+    sys.__excepthook__(kind, error, trace)
+    distributed.abort_job(exit_codes.INTERNAL_ERROR)
 
 
 _INSTEAD = {

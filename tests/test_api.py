@@ -195,6 +195,19 @@ def test_documents_may_come_from_a_generator(loaded):
     assert np.array_equal(of_list.tokens_BL, of_generator.tokens_BL)
 
 
+def test_prompts_are_texts_chats_or_ids(loaded):
+    for prompts, says in (
+        ([1, 2], ["prompts[0]", "int"]),
+        ([{"role": "user", "content": "a"}], ["prompts[0]", "dict"]),
+        ([[1, 257]], ["prompts[0]", 0, 256]),
+        ([[]], ["prompt 0"]),
+    ):
+        with pytest.raises(UserError, match=messages.containing(*says)):
+            loaded.generate(prompts)
+    with pytest.raises(UserError, match=messages.containing("data.train", "pack")):
+        loaded.train()
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -250,7 +263,8 @@ def test_the_page_is_a_script_whose_numbers_are_those_of_the_command(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    *_, evaluated, last = run("-c", script).splitlines()
+    (tmp_path / "script.py").write_text(script)
+    *_, evaluated, last = run("script.py").splitlines()
     losses, answers, loss, margins, labels = json.loads(last)
     run("-m", "jaxsp.train", "runs/sums/config.yaml", "run.directory=runs/command")
     mine, command = (

@@ -342,8 +342,9 @@ class CheckpointWriter:
             return
         began = time.monotonic()
         partial = self._partial_path(meta.step)
-        for item in {run_paths.MASTER, run_paths.OPT} & {path.name for path in partial.iterdir()}:
-            self._handler.finalize(epath.Path(partial / item))
+        for item in (run_paths.MASTER, run_paths.OPT):
+            if (partial / item).is_dir():
+                self._handler.finalize(epath.Path(partial / item))
         reader.write_meta(partial, meta)
         partial.rename(self._directory / str(meta.step))
         # from here on the checkpoint is complete, whatever happens to older ones

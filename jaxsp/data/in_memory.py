@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pathlib
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -50,17 +51,24 @@ def write_sources(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str, Any]:
-    """The fields of a source of records in memory. Args: name: if it has none."""
+    """The fields of a source of records in memory. Args: name: name of a source without one."""
     import datasets
 
     given = source["source"]
-    if isinstance(given, Mapping) or not isinstance(given, datasets.Dataset | Iterable):
+    if isinstance(given, os.PathLike):
+        return dict(source) | {"source": os.fspath(given)}
+    is_table = isinstance(given, Mapping | bytes) or hasattr(given, "iloc")
+    if is_table or not isinstance(given, datasets.Dataset | Iterable):
         raise UserError(
             f"{field}.source: must be a path, a list of records or a datasets.Dataset, not a "
-            f"{type(given).__name__}. Use [record, ...], or one split of a DatasetDict."
+            f"{type(given).__name__}. Use [record, ...], one split of a DatasetDict, or "
+            "Dataset.from_pandas."
         )
     folder = paths.cache_dir() / "records"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be created: {error.strerror}.") from None
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = pathlib.Path(temporary, "records")
         if isinstance(given, datasets.Dataset):
@@ -73,7 +81,8 @@ def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str,
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         target = folder / f"{digest[:32]}{suffix}"
-        path.replace(target)
+        if not target.exists():  # its time is part of the identity of the records
+            path.replace(target)
     formats = [known for known, needed in _FORMATS.items() if columns >= needed]
     defaults = {"name": name} | ({"format": formats[0]} if formats else {})
     return defaults | dict(source) | {"source": str(target)}
@@ -94,11 +103,13 @@ def _write_lines(records: Iterable[Any], path: pathlib.Path, field: str) -> set[
                 record = {"messages" if is_chat else "input_ids": value}
             columns = columns or {*record}
             try:
-                line = json.dumps(record, ensure_ascii=False, default=lambda array: array.tolist())
+                line = json.dumps(record, default=lambda array: array.tolist())
             except (AttributeError, TypeError, ValueError) as error:
                 raise UserError(
                     f"{field}.source[{number}]: must be a record of JSON values: {error}. Use "
                     "texts, numbers, lists and dictionaries."
                 ) from None
             file.write(f"{line}\n")
+    if not columns:
+        raise UserError(f"{field}.source: has no records. Give at least one.")
     return columns

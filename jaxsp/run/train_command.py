@@ -57,6 +57,7 @@ def train_config(
     verbose: bool = False,
     loss: TokenLoss | None = None,
     on_line: Callable[[Line], None] | None = None,
+    needs_state: bool = False,
 ) -> tuple[Run, TrainState | None]:
     """Trains a config from its latest checkpoint to its last step, in its locked run directory.
 
@@ -66,7 +67,8 @@ def train_config(
         config_path: file of the config, for messages about the lock.
         loss: a loss per token; None: cross entropy.
         on_line: see `trainer.train`.
-    Returns: the run and its last state; None if it was complete.
+        needs_state: restore the state of a run that was complete.
+    Returns: the run and its last state; None if it was complete, unless `needs_state`.
     Raises: see `trainer.train`.
     """
     folder = config.run.local_dir
@@ -89,6 +91,8 @@ def train_config(
                 state = trainer.train(
                     run, console, preemption=preemption, verbose=verbose, on_line=on_line
                 )
+                if state is None and needs_state:
+                    state, _ = trainer.make_state(run)
                 return run, state
             except DamagedCheckpointError as damage:
                 message = resume.skip_damaged(config.run, damage)

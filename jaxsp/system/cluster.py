@@ -76,6 +76,11 @@ def detect_process(
         launcher = _OPEN_MPI
     elif _SLURM in variables:
         launcher = _SLURM
+    elif variables.get("PMI_SIZE", "1") != "1":
+        raise UserError(
+            f"PMI_SIZE = {variables['PMI_SIZE']}: mpirun must be that of Open MPI. Use srun or "
+            "torchrun, or pass --coordinator, --num-processes and --process-id."
+        )
     elif variables.keys().isdisjoint(_MASTER):
         return Process()
     else:

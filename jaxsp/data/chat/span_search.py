@@ -60,6 +60,8 @@ def find_spans(
     if starts is None or opening is None:
         return None
     prompt, header = opening
+    if not header:
+        return None
     # the prompt of a reasoning model may contain more than the header of a message
     headers = [each for each in opening if prompt.startswith(each)]
     spans = []
@@ -83,8 +85,8 @@ def _find_starts(messages: Messages, text: str, render: RenderFunction) -> list[
     for piece, number in zip(pieces[::2], pieces[1::2], strict=False):
         place += len(piece)
         places.setdefault(number, []).append(place)
-    # loops before that one write nothing
-    for starts in sorted(places.values(), reverse=True):
+    # loops inside that one write less than a message
+    for starts in sorted(places.values()):
         num_before = len(messages) - len(starts)
         # a system message may be written before the loop
         if num_before not in (0, 1) or (num_before and messages[0]["role"] in _IN_LOOP):

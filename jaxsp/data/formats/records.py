@@ -9,7 +9,7 @@ from jaxsp.core.errors import UserError
 Record = dict[str, Any]
 
 RecordEntry = dict[str, Any]
-"""Row of the cached records: place, problem and content of a record."""
+"""Record of a source: place, problem and content of a record."""
 
 MAX_NAMED_RECORDS = 5
 """Maximum number of bad records that a message names."""

@@ -77,6 +77,7 @@ class Records:
         for start, stop in parts:
             entries = self.source.connect(_check_records(self))
             yield from _refuse_bad_records(itertools.islice(entries, start, stop), self.data)
+            collections.deque(entries, maxlen=0)  # checks of all records come after the last one
 
 
 def read(source: Source, *, data: DataConfig) -> Records:

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import importlib.metadata
 import itertools
@@ -9,6 +10,8 @@ import json
 import multiprocessing
 import os
 import pathlib
+import sys
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -161,13 +164,16 @@ def _make_tables(
             yield encode_batch(batch, source, options)
         return
     try:
-        with concurrent.futures.ProcessPoolExecutor(
-            num_workers,
-            # a fork of a process in which JAX has threads can hang
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(source, options, max(num_cores // num_workers, 1)),
-        ) as pool:
+        with (
+            _hide_main(),
+            concurrent.futures.ProcessPoolExecutor(
+                num_workers,
+                # a fork of a process in which JAX has threads can hang
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_start_worker,
+                initargs=(source, options, max(num_cores // num_workers, 1)),
+            ) as pool,
+        ):
             pending: collections.deque[concurrent.futures.Future] = collections.deque()
             for batch in batches:
                 pending.append(pool.submit(_encode_in_worker, batch))
@@ -180,6 +186,17 @@ def _make_tables(
             "a tokenization worker was killed. If no line above has the reason, memory ran out: "
             f"set data.num_workers={max(num_workers // 2, 1)}."
         ) from None
+
+
+@contextlib.contextmanager
+def _hide_main() -> Iterator[None]:
+    """Context in which new processes do not run the user's script again."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _divide(entries: Iterable[RecordEntry], column: str) -> Iterator[list[RecordEntry]]:

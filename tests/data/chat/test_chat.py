@@ -256,6 +256,27 @@ def test_marks_of_loops_find_the_same_spans_as_prefixes(tokenizer, name):
     assert num_compared or name == "thinking", "its last message has thinking, unless others follow"
 
 
+@pytest.mark.parametrize("system", [False, True], ids=["alone", "system"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{% for part in [message.content] %}{{ part }}{% endfor %}",
+        "{% macro write(x) %}{% for part in [x] %}{{ part }}{% endfor %}{% endmacro %}"
+        "{{ write(message.content) }}",
+    ],
+    ids=["inner loop", "macro"],
+)
+def test_loops_within_a_message_are_not_those_of_the_messages(tokenizer, content, system):
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        f"{content}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [{"role": "system", "content": "x"}] * system + TALK + TALK
+    learned_text = learned(*encode({"messages": messages}, tokenizer, template))
+    assert [tokenizer.decode(run) for run in learned_text] == ["answer<|im_end|>\n"] * 2
+
+
 def find_by_prefixes(messages, indices, render):
     """The slow and obvious spans: two renderings for each message, which must be prefixes."""
     text, _ = render(messages)

@@ -509,8 +509,13 @@ tokenized = tokenize.tokenize_dataset(
 )
 print([workers, tokenized.stats.digest, tokenized.dataset["tokens"][:]])
 """
+    (tmp_path / "script.py").write_text(program)  # which no worker may run again
     process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", tmp_path / "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert process.returncode == 0, process.stderr
     assert "os.fork" not in process.stderr, process.stderr
