@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp.attention.attend import find_collectives, make_attend
-from jaxsp.attention.kernels import blockwise_rows, segments
+from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.core import axes
@@ -21,12 +21,7 @@ L = 48
 K = 8
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
-        yield
-
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 RING = make_strategy(seq=4, ulysses_degree=1)
 GATHER = make_strategy(seq=4, ulysses_degree=1, tokens="all_gather", kv_heads_per_gather=2)

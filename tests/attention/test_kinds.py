@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels import blockwise_rows, segments
+from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.attention.kernels.residuals import AttentionFunctions
@@ -40,11 +40,7 @@ def mark(name):
     return [] if name in QUICK else [pytest.mark.e2e if name in E2E else pytest.mark.slow]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def make_sinks(num_heads):

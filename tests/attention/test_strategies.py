@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.selection import choose_strategy
 from jaxsp.attention.strategies.all_gather import AllGather
@@ -37,11 +36,7 @@ ROWS = [
 """Start and length of each segment: over many chunks and in one, with gaps, a full row, none."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def layer(H, G, **changes):

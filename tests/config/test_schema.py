@@ -274,9 +274,3 @@ def test_a_config_cannot_be_changed(file):
     config = config_file.load(file, [])
     with pytest.raises(ValueError, match="frozen"):
         config.mesh.seq = 2
-
-
-def test_an_automatic_number_of_devices_needs_a_mesh_that_follows(file):
-    (message,) = problems(file, "mesh.seq=auto", "mesh.data=2")
-    assert re.search(r"mesh\.seq = .*mesh\.data=-1", message), message
-    assert config_file.load(file, ["mesh.seq=auto"]).mesh.data == -1

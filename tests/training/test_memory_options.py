@@ -125,12 +125,7 @@ each_case = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_waits(small_shards):
-    """Weights of 100 elements and more are offloaded, instead of 65,536."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
-        yield
+pytestmark = pytest.mark.usefixtures("small_waits")
 
 
 @pytest.fixture(scope="module")

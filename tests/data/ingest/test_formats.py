@@ -3,7 +3,6 @@
 import json
 import math
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -207,7 +206,6 @@ def test_prompt_and_completion_are_both_text_or_both_messages():
 
 
 BAD = [
-    ({"messages": {"role": ["user"]}}, ["messages", "object", "list"]),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, ["Unicode"]),
     (
         {"messages": [{"role": "user", "content": "x", "score": math.nan}]},
@@ -461,10 +459,8 @@ def test_texts_of_several_fields_are_joined_with_a_line_break():
         checked({"summary": "It rains."}, "text", fields=both)
 
 
-def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-
+@pytest.mark.usefixtures("own_cache")
+def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path):
     def read(row, **fields):
         parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
         source = make_source(source="a.parquet", **fields)
@@ -508,8 +504,8 @@ def test_a_mask_of_tokens_limits_their_loss(name):
         checked_tokens({name: [0, 0, 1, 1]}, has_labels=False)
 
 
-def test_the_first_record_decides_whether_a_source_has_labels(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+@pytest.mark.usefixtures("own_cache")
+def test_the_first_record_decides_whether_a_source_has_labels(tmp_path):
     columns = {"input_ids": [[1, 2], [3, 4]], "completion_mask": [[0, 1], [1, 1]]}
     parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
     source = make_source(source=str(tmp_path / "a.parquet"), format="tokens")

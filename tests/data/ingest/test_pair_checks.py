@@ -4,7 +4,6 @@ import json
 import math
 import random
 
-import datasets
 import pytest
 
 from jaxsp.core.errors import UserError, at
@@ -23,10 +22,7 @@ PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 FEEDBACK = {"prompt": "q", "completion": "a", "label": True}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def checked(record, format="preference", **fields):

@@ -30,10 +30,7 @@ TOOLS_CHATML = "{%- if tools %}{{ tools | tojson }}{% endif -%}" + chats.CHATML
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
