@@ -94,7 +94,6 @@ def test_json_lines_and_parquet_give_the_same_records(tmp_path):
 
 REFUSED = [
     # (files, source, format, parts of the message)
-    ({}, "no.txt", "text", ["HuggingFaceH4/ultrachat_200k"]),
     ({}, "no/such.jsonl", "text", ["HuggingFaceH4/ultrachat_200k"]),
     ({}, "no/such.txt.gz", "text", ["HuggingFaceH4/ultrachat_200k"]),
     ({}, "no/**/*.txt", "text", ["*", "**"]),
@@ -136,12 +135,6 @@ def test_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
         os.utime(tmp_path / folder / "a.TXT", (1, 1))  # as archives and containers do
         monkeypatch.chdir(tmp_path / folder)
         assert read("a.TXT")["text"] == [folder]
-
-
-def test_json_lines_have_several_names(tmp_path):
-    for name in ("a.JSONL", "b.ndjson"):
-        (tmp_path / name).write_text('{"text": "x"}')
-        assert read(name)["text"] == ["x"]
 
 
 def write_lines(path, records):
