@@ -13,7 +13,7 @@ from jaxsp.data.data_config import FORMAT, DataConfig
 from jaxsp.data.ingest import file_types as files
 from tests.data import source_configs
 from tests.data.source_configs import make_source
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "ho"}
@@ -366,9 +366,8 @@ def test_text_that_nothing_reads_is_refused_by_name_in_every_format(format):
         ("turns", [{"value": "It rains."}]),
         ("pairs", [["why", "It rains."]]),
     ):
-        with pytest.raises(UserError) as raised:
+        with assert_refused(name, f"ignore_fields: [{name}]"):
             checked(record | {name: value}, format)
-        assert_names(raised.value, name, f"ignore_fields: [{name}]")
         ignored = checked(record | {name: value}, format, ignore_fields=(name,))
         assert np.array_equal(ignored, expected)
     metadata = {
@@ -471,12 +470,10 @@ def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path):
     alpaca = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5]}
     joined = {"prompt": "a\nc", "completion": "b"}
     assert read(alpaca, format="prompt_completion") == joined
-    with pytest.raises(UserError) as raised:
+    with assert_refused("query", "fields: {prompt: query}"):
         read(ANSWERS | {"query": "Why so?"}, format="preference")
-    assert_names(raised.value, "query", "fields: {prompt: query}")
-    with pytest.raises(UserError) as raised:
+    with assert_refused("b", "prompt", start="fields: "):
         read(ANSWERS | {"a": "x"}, format="preference", fields={"prompt": ["a", "b"]})
-    assert_names(raised.value, "b", "prompt", start="fields: ")
     columns = make_source(source="x", format="prompt_completion").select_columns
     names = ["instruction", "prompt_id", "output", "query"]
     assert columns(names) == ["instruction", "output", "query"]

@@ -26,9 +26,7 @@ TRAIN, TEST = (
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
+def _no_bars(own_cache):
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()

@@ -13,7 +13,7 @@ from pyarrow import feather, parquet
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import file_types
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 
 def select_text(names):
@@ -228,9 +228,8 @@ def test_an_error_names_the_last_record_before_the_damage(
 )
 def test_a_file_without_the_content_of_its_type_is_an_error(tmp_path, name, content, parts):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError) as caught:
+    with assert_refused(*parts, start=f"{name}: "):
         read(name)
-    assert_names(caught.value, *parts, start=f"{name}: ")
 
 
 @pytest.mark.parametrize(
