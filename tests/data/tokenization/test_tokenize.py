@@ -398,7 +398,7 @@ def test_an_export_has_the_variables_as_defaults_of_its_template(tmp_path, is_ow
         {"chat_template": THINKING} if is_own else {}
     )
     config = types.SimpleNamespace(data=asked("a.jsonl", "messages", **data))
-    export_command._write_chat_template(config, tmp_path / "out")
+    export_command.write_chat_template(config, tmp_path / "out")
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     answer = [{"role": "assistant", "content": "x"}]
     rendered = loaded.apply_chat_template(answer, tokenize=False)
