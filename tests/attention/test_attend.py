@@ -64,13 +64,7 @@ def compiled(devices, kernel="blockwise", window=None):
 # Window of 15: longer than some segments and than a shard, shorter than others
 @pytest.mark.parametrize(
     ("seq", "H", "G", "window"),
-    [
-        (2, 8, 4, None),
-        (4, 8, 4, 15),
-        (8, 8, 4, 15),
-        (2, 6, 3, 15),
-        (6, 12, 4, None),
-    ],
+    [(2, 8, 4, None), (4, 8, 4, 15), (8, 8, 4, 15), (2, 6, 3, 15), (6, 12, 4, None)],
 )
 def test_many_devices_equal_one(seq, H, G, window):
     starts = np.int32([[0, 10, 24, 0], [3, 0, 0, 0], [0, 0, 0, 0]])

@@ -112,9 +112,7 @@ CUDNN_L = 256
         (combine(1), 1),
         pytest.param(combine(1, Ring(degree=2)), 9, marks=pytest.mark.slow),
         pytest.param(
-            make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"),
-            1,
-            marks=pytest.mark.slow,
+            make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"), 1, marks=pytest.mark.slow
         ),
     ],
     ids=lambda value: getattr(value, "description", None),

@@ -71,10 +71,7 @@ class Case:
         return AdapterConfig.model_validate({name: getattr(self, name) for name in names})
 
 
-CASES = {
-    "llama": Case("llama"),
-    "qwen3 dora": Case("qwen3", type="dora"),
-}
+CASES = {"llama": Case("llama"), "qwen3 dora": Case("qwen3", type="dora")}
 SLOW_CASES = {
     "phi3 rslora": Case("phi3", use_rslora=True),
     "tied": Case("llama tied", targets=["q_proj", "v_proj"], modules_to_save=ALL[:1]),

@@ -417,13 +417,7 @@ REFUSED = [
             ["data.row_tokens = 128", 64],
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "restart",
-            ["run.seed=1"],
-            0,
-            ["run.seed = 1", 0],
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("restart", ["run.seed=1"], 0, ["run.seed = 1", 0], marks=pytest.mark.slow),
         ("continue", ["run.seed=1"], STOPPED * 8, ["run.seed = 1", 0, STOPPED * 8]),
     ],
 )

@@ -74,10 +74,7 @@ CASES = {
             "offload_optimizer": "state_and_gradients",
         },
     ),
-    "tied, rows side by side": (
-        (2, 4, 1),
-        TILES | {"offload_optimizer": "state_and_gradients"},
-    ),
+    "tied, rows side by side": ((2, 4, 1), TILES | {"offload_optimizer": "state_and_gradients"}),
     "all on one device": (
         (1, 1, 1),
         TILES
@@ -510,9 +507,7 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "node",
-    [gpus(1.2, uncounted=units.GIB // 2), gpus(0.9, limit=1.2)],
-    ids=["estimate", "margin"],
+    "node", [gpus(1.2, uncounted=units.GIB // 2), gpus(0.9, limit=1.2)], ids=["estimate", "margin"]
 )
 def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
     actual = ready(monkeypatch, node, memory={"remat": "full"})

@@ -11,13 +11,7 @@ from transformers.utils import chat_template_utils
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import (
-    chat,
-    chat_template,
-    span_search,
-    template_text,
-    turn_ends,
-)
+from jaxsp.data.chat import chat, chat_template, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.data_config import DataConfig
 from tests.data.chat import chats
@@ -568,11 +562,7 @@ def each(body):
         ),
     ],
 )
-def test_marks_that_do_not_match_assistant_messages_are_refused(
-    tokenizer,
-    template,
-    parts,
-):
+def test_marks_that_do_not_match_assistant_messages_are_refused(tokenizer, template, parts):
     talk = [
         *TALK,
         TALK[0],
@@ -814,16 +804,12 @@ def test_a_template_is_a_file_or_inline(tmp_path, monkeypatch, tokenizer):
 
     (tmp_path / "a.jinja").write_text(chats.CHATML)
     assert given("a.jinja") == given(chats.CHATML) == chats.CHATML
-    with pytest.raises(
-        UserError,
-        match=r"data\.chat_template = b\.jinja: .*\{\{ or \{%.*null",
-    ):
+    with pytest.raises(UserError, match=r"data\.chat_template = b\.jinja: .*\{\{ or \{%.*null"):
         given("b.jinja")
     with pytest.raises(UserError, match=r"Jinja.*line 2: unexpected '\}'"):
         given("{{ x }}\n{{ y }")
     with pytest.raises(
-        UserError,
-        match=r"data\.chat_template = null: .*data\.chat_template=template\.jinja",
+        UserError, match=r"data\.chat_template = null: .*data\.chat_template=template\.jinja"
     ):
         given(None)
     own = chats.tokenizer()

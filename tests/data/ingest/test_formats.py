@@ -168,10 +168,7 @@ def test_fields_and_roles_are_renamed():
     both = {"role": "other", "from": "human", "value": "hi"}
     assert kept({"messages": [both]}, fields={"role": "from", "content": "value"})["messages"][
         0
-    ] == {
-        "role": "human",
-        "content": "hi",
-    }
+    ] == {"role": "human", "content": "hi"}
 
 
 def test_conversations_and_tools_may_be_strings_of_json():

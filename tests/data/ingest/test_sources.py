@@ -254,10 +254,7 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
         with pytest.raises(UserError) as caught:
             check({"source": "a.jsonl"}, {"source": other, "name": "other", "weight": 2.0})
         assert_names(
-            caught.value.problems[0],
-            "a.jsonl",
-            "weight",
-            start=f"data.train.1.source = {other}: ",
+            caught.value.problems[0], "a.jsonl", "weight", start=f"data.train.1.source = {other}: "
         )
 
 

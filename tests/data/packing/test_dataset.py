@@ -207,11 +207,7 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
             data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
         )
     )
-    assert numbers(lines["data"])[:3] == [
-        source.num_documents,
-        len(expected),
-        source.num_tokens,
-    ]
+    assert numbers(lines["data"])[:3] == [source.num_documents, len(expected), source.num_tokens]
     assert set(counts.values()) - {0} <= set(numbers(lines[""]))
 
 

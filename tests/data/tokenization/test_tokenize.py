@@ -222,10 +222,7 @@ def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
     write(tmp_path / "a.jsonl", CHAT, {"messages": "hi"}, refused, CHAT)
     how = {"format": "messages", "tokenizer": chats.tokenizer(), "chat_template": chats.TURNS}
     write(tmp_path / "b.jsonl", CHAT, refused, CHAT)
-    with pytest.raises(
-        UserError,
-        match=r"b\.jsonl, line 2: .*Conversation roles must alternate",
-    ):
+    with pytest.raises(UserError, match=r"b\.jsonl, line 2: .*Conversation roles must alternate"):
         tokenize("b.jsonl", **how)
     for _ in range(2):  # from the cache too
         result = tokenize("a.jsonl", **how, on_bad_record="skip")
