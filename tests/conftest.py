@@ -194,6 +194,35 @@ def default_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
+@pytest.fixture
+def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test in its own folder, with a cache of data sets in it."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def small_blocks() -> Iterator[None]:
+    """Has blocks of 8 tokens in the blockwise kernel, so that short rows have several."""
+    from jaxsp.attention.kernels import blockwise_rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def small_waits(small_shards: None) -> Iterator[None]:
+    """Offloads weights of 100 elements and more, instead of 65,536."""
+    from jaxsp.sharding import host_offload
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
+        yield
+
+
 @pytest.fixture(scope="module")
 def small_shards() -> Iterator[None]:
     """Shards all weights of at least 100 elements, as large models do, instead of 65,536."""

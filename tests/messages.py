@@ -1,7 +1,13 @@
 """Checks of messages in tests: fields, values, numbers, names and suggestions, in any wording."""
 
+import contextlib
 import pathlib
 import re
+from collections.abc import Iterator
+
+import pytest
+
+from jaxsp.core.errors import UserError
 
 
 def read_banner(directory: pathlib.Path) -> str:
@@ -35,6 +41,14 @@ def assert_names(message: object, *parts: str, start: str = "") -> None:
     assert text.startswith(start), f"{start!r} does not start: {text}"
     missing = [part for part in parts if not _word(part).search(text[len(start) :])]
     assert not missing, f"{missing} not in: {text}"
+
+
+@contextlib.contextmanager
+def assert_refused(*parts: str, start: str = "") -> Iterator[None]:
+    """Asserts that a UserError is raised whose message has these parts, as in `assert_names`."""
+    with pytest.raises(UserError) as raised:
+        yield
+    assert_names(raised.value, *parts, start=start)
 
 
 def _word(part: str) -> re.Pattern[str]:

@@ -6,15 +6,13 @@ import re
 import jax
 import numpy as np
 import pytest
-import rich.console
 import transformers
 
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
-from jaxsp.run import build, config_file, trainer
-from tests import batches, messages
+from tests import batches, commands, messages, small_runs
 from tests.data.chat import chats
 
 pytestmark = pytest.mark.e2e
@@ -40,34 +38,20 @@ def chat_run(tmp_path_factory):
     (folder / "chats.jsonl").write_text("\n".join([record] * 10))
     (folder / "chatml.jinja").write_text(TEMPLATE)
     source = {"source": str(folder / "chats.jsonl"), "format": "messages"}
-    config = config_file.parse(
-        {
-            "run": {"directory": str(folder / "run"), "epochs": 2},
-            "model": {
-                "config": batches.SMALL_LLAMA,
-                "tokenizer": "bytes",
-                "compute_dtype": "float32",
-            },
-            "mesh": {"data": 1, "seq": 2},
-            "data": {
-                "train": [source],
-                "eval": [{**source, "name": "held out"}],
-                "row_tokens": 256,
-                "chat_template": str(folder / "chatml.jinja"),
-            },
-            "batch": {"rows_per_step": 1},
-            "optimizer": {"learning_rate": 0.01},
-            "logging": {"trackers": []},
-        }
-    )
-    material = build.build_training(config, devices=jax.devices()[:2])
-    trainer.train(material, rich.console.Console(quiet=True))
+    data = {"train": [source], "eval": [{**source, "name": "held out"}]}
+    sections = {
+        "run": {"steps": None, "epochs": 2},
+        "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes"},
+        "mesh": {"data": 1, "seq": 2},
+        "data": data | {"row_tokens": 256, "chat_template": str(folder / "chatml.jinja")},
+    }
+    small_runs.train(small_runs.make_fields(folder, **sections))
     (folder / "chatml.jinja").unlink()
     return folder
 
 
 def test_only_assistant_messages_have_loss(chat_run):
-    lines = [json.loads(line) for line in (chat_run / "run/metrics.jsonl").read_text().splitlines()]
+    lines = commands.read_lines(chat_run / "run/metrics.jsonl")
     assert sum(line["num_loss_tokens"] for line in lines) == 2 * 10 * ANSWERS
     banner = messages.read_banner(chat_run / "run")
     assert re.search(messages.containing(f"{10 * ANSWERS:,}"), banner)
@@ -116,23 +100,13 @@ def test_a_model_stops_at_the_end_of_the_turns_that_it_learned(tmp_path, capsys,
     (tmp_path / "base/generation_config.json").write_text(json.dumps(generation))
     record = {"messages": [{"role": role, "content": words} for role, words in TURNS]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(record))
-    config = config_file.parse(
-        {
-            "run": {"directory": str(tmp_path / "run"), "steps": 1},
-            "model": {"source": str(tmp_path / "base"), "compute_dtype": "float32"},
-            "data": {
-                "train": [{"source": str(tmp_path / "chats.jsonl"), "format": "messages"}],
-                "row_tokens": 128,
-                "chat_template": chats.CHATML,
-            },
-            "batch": {"rows_per_step": 1},
-            "optimizer": {"learning_rate": 0.01},
-            "adapter": {"type": adapter},
-            "logging": {"trackers": []},
-        }
-    )
-    inputs = build.build_training(config, devices=jax.devices()[:1])
-    trainer.train(inputs, rich.console.Console(quiet=True))
+    source = {"source": str(tmp_path / "chats.jsonl"), "format": "messages"}
+    sections = {
+        "model": {"source": str(tmp_path / "base")},
+        "data": {"train": [source], "row_tokens": 128, "chat_template": chats.CHATML},
+        "adapter": {"type": adapter},
+    }
+    small_runs.train(small_runs.make_fields(tmp_path, **sections))
     stop_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [stop_id, tokenizer.eos_token_id]
     banner = (tmp_path / "run/banner.txt").read_text()

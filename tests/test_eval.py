@@ -3,16 +3,13 @@
 import json
 import math
 
-import jax
 import numpy as np
 import pytest
-import rich.console
 import safetensors.numpy
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.run import build, config_file, trainer
-from tests import tolerances
+from tests import commands, small_runs, tolerances
 
 oracle = pytest.importorskip(
     "tests.hf.oracle", reason="transformers' models need torch, which this Python has no build of"
@@ -73,7 +70,7 @@ def test_loss_of_each_document_is_that_of_transformers(tmp_path, capsys, name):
         "mesh.seq=4",
     ]
     evaluation.main([str(tmp_path / "hf"), *words, "--out", str(tmp_path / "eval.jsonl")])
-    lines = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    lines = commands.read_lines(tmp_path / "eval.jsonl")
     for line, document, (loss, num_correct) in zip(lines, DOCUMENTS, expected, strict=True):
         num_loss_tokens = len(document) - 1
         assert line["num_loss_tokens"] == num_loss_tokens
@@ -92,23 +89,14 @@ def test_run_with_learning_rate_zero_exports_the_imported_weights(tmp_path, dtyp
         '{"eos_token_id": [5, 6], "temperature": 0.25}'
     )
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": DOCUMENTS[-1].tolist()}))
-    config = config_file.parse(
-        {
-            "run": {"directory": str(tmp_path / "run"), "steps": 1},
-            "model": {"source": str(tmp_path / "hf"), "compute_dtype": dtype},
-            "mesh": {"data": 2, "seq": 4},
-            "data": {
-                "train": [{"source": str(tmp_path / "a.jsonl"), "format": "tokens"}],
-                "row_tokens": 128,
-            },
-            "batch": {"rows_per_step": 2},
-            "optimizer": {"learning_rate": 0.0},
-            "logging": {"trackers": []},
-        }
-    )
-    inputs = build.build_training(config, devices=jax.devices())
-    assert config.model.source == str(tmp_path / "hf")
-    trainer.train(inputs, rich.console.Console(quiet=True))
+    sections = {
+        "model": {"source": str(tmp_path / "hf"), "compute_dtype": dtype},
+        "mesh": {"data": 2, "seq": 4},
+        "data": {"row_tokens": 128},
+        "batch": {"rows_per_step": 2},
+        "optimizer": {"learning_rate": 0.0},
+    }
+    small_runs.train(small_runs.make_fields(tmp_path, "a.jsonl", **sections))
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     imported = load_tensors(tmp_path / "hf")
     exported = load_tensors(tmp_path / "out")

@@ -15,24 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import batches
+
 TABLE = pathlib.Path(__file__).parent / "mistakes.yaml"
 
 REPO = TABLE.parent.parent
 
 BASE = {
     "run": {"directory": "run", "steps": 3},
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "vocab_size": 257,
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 48,
-        },
-        "tokenizer": "bytes",
-    },
+    "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes"},
     "mesh": {"data": 2, "seq": 4, "virtual_cpu_devices": 8},
     "data": {"train": [{"source": "texts.jsonl", "format": "text"}], "row_tokens": 64},
     "batch": {"rows_per_step": 4},

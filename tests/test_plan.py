@@ -194,14 +194,7 @@ def test_several_types_of_gpus_are_planned_in_one_call(run_plan, monkeypatch):
         )
 
     monkeypatch.setattr(planner, "plan_step", plan_step)
-    words = [
-        "--device",
-        "h100-80gb",
-        "h200-141gb",
-        "a100-80gb",
-        "--tokens",
-        "1e9",
-    ]
+    words = ["--device", "h100-80gb", "h200-141gb", "a100-80gb", "--tokens", "1e9"]
     refused = ["a100-80gb"]
     printed, actual = run_plan(*words)
     planned = ["h100-80gb", "h200-141gb"]

@@ -19,7 +19,7 @@ from jaxsp.data.chat import chat
 from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.run import build, config_file
-from tests import batches, commands, messages
+from tests import batches, commands, messages, small_runs
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -164,19 +164,13 @@ def assert_refused(folder, source, name):
 
 
 def settings(folder, *words):
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": 4, "save_every": 1},
-        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32", "tokenizer": "bytes"},
-        "data": {
-            "train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}],
-            "row_tokens": 64,
-        },
-        "batch": {"rows_per_step": 1},
+    sections = {
+        "run": {"steps": 4, "save_every": 1},
+        "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes"},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
         "checkpoint": {"keep_latest": 1},
-        "logging": {"trackers": []},
     }
-    return config_file.parse(fields, words)
+    return config_file.parse(small_runs.make_fields(folder, "data.jsonl", **sections), words)
 
 
 FOREIGN = [

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp.attention.attend import find_collectives, make_attend
-from jaxsp.attention.kernels import blockwise_rows, segments
+from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.core import axes
@@ -21,12 +21,7 @@ L = 48
 K = 8
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
-        yield
-
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 RING = make_strategy(seq=4, ulysses_degree=1)
 GATHER = make_strategy(seq=4, ulysses_degree=1, tokens="all_gather", kv_heads_per_gather=2)
@@ -69,13 +64,7 @@ def compiled(devices, kernel="blockwise", window=None):
 # Window of 15: longer than some segments and than a shard, shorter than others
 @pytest.mark.parametrize(
     ("seq", "H", "G", "window"),
-    [
-        (2, 8, 4, None),
-        (4, 8, 4, 15),
-        (8, 8, 4, 15),
-        (2, 6, 3, 15),
-        (6, 12, 4, None),
-    ],
+    [(2, 8, 4, None), (4, 8, 4, 15), (8, 8, 4, 15), (2, 6, 3, 15), (6, 12, 4, None)],
 )
 def test_many_devices_equal_one(seq, H, G, window):
     starts = np.int32([[0, 10, 24, 0], [3, 0, 0, 0], [0, 0, 0, 0]])

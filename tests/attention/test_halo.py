@@ -8,7 +8,6 @@ import pytest
 
 from jaxsp.attention.attend import make_attend
 from jaxsp.attention.chunks.halo_exchange import Halo
-from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
@@ -50,11 +49,7 @@ QUICK = {
 """Those in the default tier."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def attend_with_window(strategy, kernel, window):

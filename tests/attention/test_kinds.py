@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels import blockwise_rows, segments
+from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.attention.kernels.residuals import AttentionFunctions
@@ -40,11 +40,7 @@ def mark(name):
     return [] if name in QUICK else [pytest.mark.e2e if name in E2E else pytest.mark.slow]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def make_sinks(num_heads):
@@ -116,9 +112,7 @@ CUDNN_L = 256
         (combine(1), 1),
         pytest.param(combine(1, Ring(degree=2)), 9, marks=pytest.mark.slow),
         pytest.param(
-            make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"),
-            1,
-            marks=pytest.mark.slow,
+            make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"), 1, marks=pytest.mark.slow
         ),
     ],
     ids=lambda value: getattr(value, "description", None),

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 
 from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.chunks import ring_hops
-from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core import axes
@@ -22,11 +21,7 @@ from tests.attention import oracle, test_strategies
 L = 96
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.mark.parametrize(

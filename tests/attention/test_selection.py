@@ -119,11 +119,7 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("device", "fields", "parts"), UNSUPPORTED)
-def test_cudnn_is_refused_where_it_cannot_run_and_auto_gives_the_reason(
-    device,
-    fields,
-    parts,
-):
+def test_cudnn_is_refused_where_it_cannot_run_and_auto_gives_the_reason(device, fields, parts):
     (problem,) = refused(device, **fields, kernel="cudnn")
     assert_names(problem, "cuDNN", *parts, start="attention.kernel = cudnn: ")
     choice = choose(device, **fields, seq=4)
@@ -198,9 +194,7 @@ def test_an_unknown_jax_is_an_obstacle(monkeypatch):
         lambda: "is called through parts of JAX that changed",
     )
     assert_names(
-        refused(kernel="cudnn")[0],
-        "is called through parts of JAX that changed",
-        "install",
+        refused(kernel="cudnn")[0], "is called through parts of JAX that changed", "install"
     )
     assert choose().kernel.name == "blockwise"
 

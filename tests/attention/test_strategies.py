@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.selection import choose_strategy
 from jaxsp.attention.strategies.all_gather import AllGather
@@ -37,11 +36,7 @@ ROWS = [
 """Start and length of each segment: over many chunks and in one, with gaps, a full row, none."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def layer(H, G, **changes):
@@ -102,10 +97,7 @@ def cases():
 
 CASES = cases()
 
-QUICK = {
-    "7 and 1 heads: ring of 3",
-    "6 and 2 heads: Ulysses of 3 x all_gather of 2 by 1",
-}
+QUICK = {"7 and 1 heads: ring of 3", "6 and 2 heads: Ulysses of 3 x all_gather of 2 by 1"}
 """Those in the default tier, besides those of `test_kinds.py`."""
 
 E2E = {
@@ -182,10 +174,7 @@ def test_auto_is_ulysses_if_possible_else_what_sends_least(seq, H, G, inner):
         assert strategy == combine(seq)
         return
     degrees = [n for n in range(2, seq) if seq % n == 0 and H % n == 0]
-    others = [
-        combine(1, Ring(degree=seq)),
-        *(combine(n, Ring(degree=seq // n)) for n in degrees),
-    ]
+    others = [combine(1, Ring(degree=seq)), *(combine(n, Ring(degree=seq // n)) for n in degrees)]
     assert strategy in others
     assert send_bytes(strategy, H, G) == min(send_bytes(other, H, G) for other in others)
 

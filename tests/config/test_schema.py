@@ -90,13 +90,6 @@ def test_a_saved_config_is_read_back(file, tmp_path, directory):
     assert config_file.load(tmp_path / "saved.yaml", []) == first
 
 
-@pytest.mark.parametrize("text", ["0s", "0.6s", "90s", "25m", "1.5h", "36h", "239999.999h"])
-def test_a_saved_duration_is_read_back(file, tmp_path, text):
-    config = config_file.load(file, [f"run.shutdown_grace={text}"])
-    config_file.save(config, tmp_path / "saved.yaml")
-    assert config_file.load(tmp_path / "saved.yaml", []) == config
-
-
 @pytest.mark.parametrize(
     ("text", "steps", "interval"),
     [
@@ -274,9 +267,3 @@ def test_a_config_cannot_be_changed(file):
     config = config_file.load(file, [])
     with pytest.raises(ValueError, match="frozen"):
         config.mesh.seq = 2
-
-
-def test_an_automatic_number_of_devices_needs_a_mesh_that_follows(file):
-    (message,) = problems(file, "mesh.seq=auto", "mesh.data=2")
-    assert re.search(r"mesh\.seq = .*mesh\.data=-1", message), message
-    assert config_file.load(file, ["mesh.seq=auto"]).mesh.data == -1

@@ -48,6 +48,6 @@ def test_anything_else_is_refused(value):
         durations.parse(value)
 
 
-@pytest.mark.parametrize("text", ["0s", "0.6s", "0.001s", "25s", "110m", "2h", "1234567s"])
+@pytest.mark.parametrize("text", ["0s", "0.6s", "0.001s", "25s", "110m", "2h", "36h", "1234567s"])
 def test_the_text_of_a_duration_uses_the_largest_whole_unit(text):
     assert durations.to_text(durations.parse(text)) == text

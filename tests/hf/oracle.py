@@ -82,11 +82,7 @@ QWEN3_5 = {
     },
 }
 
-EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -452,12 +448,7 @@ _GRANITE_NAMES = {
     "experts.down_proj": "output_linear.weight",
 }
 
-_MIXTRAL_NAMES = {
-    "mlp": "block_sparse_moe",
-    "gate_proj": "w1",
-    "up_proj": "w3",
-    "down_proj": "w2",
-}
+_MIXTRAL_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def as_mixtral(name: str) -> str:

@@ -226,10 +226,7 @@ def test_a_tied_head_must_equal_the_embedding(model_folder, monkeypatch):
         write(model_folder, arrays | {"lm_head.weight": wrong})
         (problem,) = problems(TIED)
         assert_names(
-            problem,
-            "lm_head.weight",
-            "model.embed_tokens.weight",
-            "tie_word_embeddings = true",
+            problem, "lm_head.weight", "model.embed_tokens.weight", "tie_word_embeddings = true"
         )
         assert "missing" not in problem
     del arrays["model.embed_tokens.weight"]
@@ -324,10 +321,7 @@ def test_the_error_for_a_folder_without_weights_lists_its_files(model_folder):
     for path in model_folder.glob("*.safetensors"):
         path.unlink()
     assert_names(
-        problems()[0],
-        "model.safetensors",
-        "pytorch_model.bin",
-        "model.source=m-safetensors",
+        problems()[0], "model.safetensors", "pytorch_model.bin", "model.source=m-safetensors"
     )
 
 
@@ -477,8 +471,7 @@ def test_errors_of_the_hub_are_one_line_with_a_suggestion(tmp_path, monkeypatch,
 
 @pytest.mark.e2e
 @pytest.mark.skipif(
-    sys.platform != "linux",
-    reason="needs the memory of a process in /proc/self/status",
+    sys.platform != "linux", reason="needs the memory of a process in /proc/self/status"
 )
 def test_each_process_needs_memory_for_its_own_shards_and_one_tensor():
     """`python -m tests.hf.memory 2` shows the same for 2 GB."""

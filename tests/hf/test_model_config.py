@@ -19,110 +19,42 @@ LLAMA: dict[str, Any] = {
     name: value for name, value in configs.LLAMA_8B.items() if name != "rope_theta"
 }
 
-SCALING = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
+PUBLISHED = {name: model.fields for name, model in published.read_models().items()}
+"""Fields that change a model, by name on the hub."""
 
-LLAMA_3_1 = {
-    **LLAMA,
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
+OTHERS = {
     "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
     "hidden_act": "silu",
     "initializer_range": 0.02,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": SCALING,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.42.3",
     "use_cache": True,
 }
-"""The config.json of Llama-3.1-8B-Instruct."""
+"""Fields that every config.json has."""
 
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "initializer_range": 0.02,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 21,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.43.1",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-"""The config.json of Qwen2.5-0.5B-Instruct."""
+LLAMA_3_1 = OTHERS | PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
+LLAMA_3_1 |= {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False}
+LLAMA_3_1 |= {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}
+LLAMA_3_1 |= {"max_position_embeddings": 131072, "pretraining_tp": 1}
+SCALING = LLAMA_3_1["rope_scaling"]
 
-MISTRAL = {
-    "architectures": ["MistralForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.42.0.dev0",
-    "use_cache": True,
-    "vocab_size": 32768,
-}
-"""The config.json of Mistral-7B-Instruct-v0.3."""
+MISTRAL = OTHERS | PUBLISHED["mistralai/Mistral-7B-Instruct-v0.3"]
+MISTRAL |= {"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2}
+MISTRAL |= {"max_position_embeddings": 32768}
 
-QWEN3 = {
-    **QWEN2,
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rope_scaling": None,
-    "sliding_window": None,
-}
-"""The config.json of Qwen3-0.6B."""
+QWEN = OTHERS | {"bos_token_id": 151643, "eos_token_id": 151645, "use_sliding_window": False}
+QWEN2 = QWEN | PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"]
+QWEN2 |= {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+QWEN2 |= {"max_window_layers": 21, "sliding_window": 32768}
+
+QWEN3 = QWEN | PUBLISHED["Qwen/Qwen3-0.6B"]
+QWEN3 |= {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "max_window_layers": 28}
+QWEN3 |= {"rope_scaling": None, "sliding_window": None}
 
 QWEN3_5: dict[str, Any] = multimodal.QWEN3_5_27B["text_config"]
 """The text_config of Qwen3.5-27B."""
 
-MUSE_GLIMMER: dict[str, Any] = published.read_models()["meta-models/Muse-Glimmer-30B"].fields
-"""Fields of the text_config of Muse-Glimmer-30B."""
+MUSE_GLIMMER = PUBLISHED["meta-models/Muse-Glimmer-30B"]
 
 
 def read(fields: dict[str, Any]) -> ModelConfig:
@@ -175,18 +107,9 @@ def test_qwen_3():
 
 def test_mistral():
     config = read(MISTRAL)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (
-        False,
-        False,
-        False,
-        "none",
-    )
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.tie_embeddings) == (
-        32,
-        8,
-        128,
-        False,
-    )
+    assert {config.qkv_bias, config.output_bias, config.mlp_bias} == {False}
+    assert (config.qk_norm, config.tie_embeddings) == ("none", False)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
     # Mistral-Nemo's heads are not hidden_size / num_attention_heads
     assert read({**MISTRAL, "hidden_size": 5120, "head_dim": 128}).head_dim == 128
 
@@ -276,7 +199,6 @@ def test_the_input_fields_are_not_changed():
     assert fields == {**LLAMA, "rope_scaling": SCALING, "rope_theta": 5e5}
 
 
-PUBLISHED = {name: model.fields for name, model in published.read_models().items()}
 QWEN3_MOE = PUBLISHED["Qwen/Qwen3-30B-A3B"]
 QWEN3_5_MOE = PUBLISHED["Qwen/Qwen3.5-35B-A3B"]
 GLM_4_5 = PUBLISHED["zai-org/GLM-4.5-Air"]
@@ -321,7 +243,7 @@ def test_names_of_fields_that_transformers_5_writes_are_read():
     assert read(QWEN3_MOE | {"num_local_experts": 128}) == read(QWEN3_MOE)
 
 
-OLMO_HYBRID = published.read_models()["allenai/Olmo-Hybrid-7B"].fields
+OLMO_HYBRID = PUBLISHED["allenai/Olmo-Hybrid-7B"]
 
 
 def test_olmo_hybrid():
@@ -526,10 +448,7 @@ def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
 
     ids = token_ids.choose({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
     assert ids == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
-    assert token_ids.choose({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [
-        1,
-        5,
-    ]
+    assert token_ids.choose({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [1, 5]
     assert token_ids.choose({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
     assert token_ids.choose({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
 

@@ -238,10 +238,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], rope.RopeSupport]] = {
         MINISTRAL,
     ),
     "SmolLM3": ({"rope_theta": 5e6}, ALIKE),
-    "gpt-oss": (
-        {"rope_theta": 150000.0, "rope_scaling": GROUPS["yarn, gpt-oss"]},
-        ALIKE,
-    ),
+    "gpt-oss": ({"rope_theta": 150000.0, "rope_scaling": GROUPS["yarn, gpt-oss"]}, ALIKE),
 }
 
 
@@ -295,12 +292,7 @@ REFUSED: list[tuple[dict[str, Any], rope.RopeSupport, str, list[str]]] = [
         "rope_parameters.partial_rotary_factor = 0.3: ",
         ["19 of 64", "even"],
     ),
-    (
-        scaling(LONGROPE) | {"partial_rotary_factor": "x"},
-        PHI,
-        "partial_rotary_factor = x: ",
-        ["0"],
-    ),
+    (scaling(LONGROPE) | {"partial_rotary_factor": "x"}, PHI, "partial_rotary_factor = x: ", ["0"]),
     ({"partial_rotary_factor": 1.5}, PHI, "partial_rotary_factor = 1.5: ", ["1"]),
     (
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}},

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, SPECS, Batch
 from jaxsp.model import decoder
@@ -30,11 +29,7 @@ SEGMENTS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def hidden_states(weights, batch, seq):

@@ -12,23 +12,13 @@ from tests.planning import example_plans
 def test_a_report_has_all_parts_of_a_plan():
     text = report.format_plan(example_plans.make_plan(), model="a model")
     assert_names(
-        text,
-        "a model",
-        "8 x h100-80gb",
-        "replica 1 x data 1 x seq 8",
-        "8 rows",
-        "131,072 tokens",
+        text, "a model", "8 x h100-80gb", "replica 1 x data 1 x seq 8", "8 rows", "131,072 tokens"
     )
     assert_names(text, "yes", "30.0 of 72.8 GiB", "device memory")
     assert_names(text, "20.00 other temporaries", descriptions.CAUSES[descriptions.OTHER])
     assert_names(text, "2.000 0.250 0.125 all-to-all", "2,000 TFLOP", "2,500", "1.25")
     assert_names(
-        text,
-        "5 s to 6.5 s",
-        "209,715 tokens/s",
-        "MFU 40 %",
-        step_time.MATMULS,
-        "ESTIMATE",
+        text, "5 s to 6.5 s", "209,715 tokens/s", "MFU 40 %", step_time.MATMULS, "ESTIMATE"
     )
     assert_names(text, "2.125 attention")
     assert "host" not in labels(text)

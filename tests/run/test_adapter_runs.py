@@ -21,10 +21,11 @@ from jaxsp.checkpoint import reader
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, weights
 from jaxsp.model import adapters, decoder
-from jaxsp.run import build, config_file, preflight, trainer
+from jaxsp.run import build, config_file, preflight
 from jaxsp.training import trainable
 from tests import batches, commands, tolerances
-from tests.messages import assert_names
+from tests.messages import assert_refused
+from tests.small_runs import make_fields, train
 
 pytestmark = pytest.mark.e2e
 
@@ -34,28 +35,17 @@ ADAPTER = {"type": "lora", "rank": 4}
 
 
 def settings(folder: pathlib.Path, *words: str):
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": STEPS, "save_every": 1},
-        "model": {"source": str(folder / "base"), "compute_dtype": "float32"},
+    sections = {
+        "run": {"steps": STEPS, "save_every": 1},
+        "model": {"source": str(folder / "base")},
         "mesh": {"data": 2, "seq": 4},
-        "data": {
-            "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
-            "row_tokens": 64,
-            "max_segments_per_row": 8,
-        },
+        "data": {"max_segments_per_row": 8},
         "batch": {"rows_per_step": 8},
-        "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1},
+        "optimizer": {"weight_decay": 0.1},
         "adapter": ADAPTER,
         "checkpoint": {"keep_latest": STEPS},
-        "logging": {"trackers": []},
     }
-    return config_file.parse(fields, words)
-
-
-def train(config) -> None:
-    num_devices = config.mesh.data * config.mesh.seq
-    inputs = build.build_training(config, devices=jax.devices()[:num_devices])
-    trainer.train(inputs, rich.console.Console(quiet=True))
+    return config_file.parse(make_fields(folder, **sections), words)
 
 
 def write_base(directory: pathlib.Path) -> None:
@@ -165,9 +155,8 @@ def test_another_base_is_refused_at_resume_evaluation_and_merge(straight, tmp_pa
             lambda: evaluation.main([str(straight / "run"), eval_set(straight)]),
             lambda: export.main([str(straight / "run"), str(tmp_path / "merged"), "--merge"]),
         ):
-            with pytest.raises(UserError) as caught:
+            with assert_refused("another base", "v/weight", "model"):
                 run()
-            assert_names(caught.value, "another base", "v/weight", "model")
     assert not (tmp_path / "merged").exists()
 
 

@@ -2,18 +2,17 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
-import rich.console
 
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.core.errors import UserError
-from jaxsp.run import build, config_file, trainer
+from jaxsp.run import config_file
 from tests import commands, messages, tolerances
 from tests.hf import oracle
 from tests.messages import assert_names
+from tests.small_runs import make_fields, train
 
 ROW_TOKENS = 64
 QWEN3 = {
@@ -30,25 +29,15 @@ GROUP = {
 
 
 def settings(folder, *words, steps=1):
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": steps},
-        "model": {"source": str(folder / "model"), "compute_dtype": "float32"},
+    sections = {
+        "run": {"steps": steps},
+        "model": {"source": str(folder / "model")},
         "mesh": {"data": 1, "seq": 2},
-        "data": {
-            "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
-            "row_tokens": ROW_TOKENS,
-        },
+        "data": {"row_tokens": ROW_TOKENS},
         "batch": {"rows_per_step": 4},
         "optimizer": {"learning_rate": 0.0},
-        "logging": {"trackers": []},
     }
-    return config_file.parse(fields, words)
-
-
-def train(config):
-    console = rich.console.Console(record=True, width=200, quiet=True)
-    inputs = build.build_training(config, devices=jax.devices()[:2])
-    trainer.train(inputs, console)
+    return config_file.parse(make_fields(folder, **sections), words)
 
 
 def mean_loss(model, documents):

@@ -20,10 +20,8 @@ TEXTS = [f"document {number} " + "word " * 9 * number for number in range(12)]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def cache(own_cache, tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "BLOCK_IDS", 64)
-    monkeypatch.chdir(tmp_path)
     records = {
         "text": [{"text": text} for text in TEXTS],
         "tokens": [{"input_ids": list(text.encode())} for text in TEXTS],

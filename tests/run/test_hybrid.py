@@ -16,7 +16,7 @@ from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
-from tests import batches, commands, messages, tolerances
+from tests import batches, commands, messages, small_runs, tolerances
 from tests.hf import oracle
 
 pytestmark = pytest.mark.e2e
@@ -39,16 +39,16 @@ def train(
 ) -> list[dict]:
     """Runs the command with a run directory of this name. Returns: lines of metrics.jsonl."""
     groups, seq = map(int, mesh.split("x"))
-    fields = {
+    sections = {
         "run": {"directory": str(folder / name), "steps": STEPS, "save_every": 1},
-        "model": {"source": str(folder / "model"), "compute_dtype": "float32"},
+        "model": {"source": str(folder / "model")},
         "mesh": {"data": groups, "seq": seq, "virtual_cpu_devices": groups * seq},
-        "data": {"train": [{"source": str(data), "format": "tokens"}], "row_tokens": 128},
+        "data": {"row_tokens": 128},
         "batch": {"rows_per_step": 2},
-        "optimizer": {"learning_rate": 0.01, "schedule": "constant"},
+        "optimizer": {"schedule": "constant"},
         "checkpoint": {"keep_latest": STEPS},
-        "logging": {"trackers": []},
     }
+    fields = small_runs.make_fields(data.parent, data.name, **sections)
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(fields))
     result = commands.run_python("-m", "jaxsp.train", config, *words)

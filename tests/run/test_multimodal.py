@@ -2,38 +2,26 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
-import rich.console
 
 from jaxsp import export
-from jaxsp.run import build, config_file, trainer
-from tests import commands, messages, tolerances
+from tests import commands, messages, small_runs, tolerances
 from tests.hf import multimodal, oracle
 from tests.messages import assert_names
 
 
 def train(folder, *, steps):
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": steps},
-        "model": {
-            "source": str(folder / "model"),
-            "compute_dtype": "float32",
-            "rope": {"type": "yarn", "factor": 2},
-        },
+    rope = {"type": "yarn", "factor": 2}
+    sections = {
+        "run": {"steps": steps},
+        "model": {"source": str(folder / "model"), "rope": rope},
         "mesh": {"data": 1, "seq": 2},
-        "data": {
-            "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
-            "row_tokens": 32,
-        },
+        "data": {"row_tokens": 32},
         "batch": {"rows_per_step": 4},
         "optimizer": {"learning_rate": 0.0},
-        "logging": {"trackers": []},
     }
-    console = rich.console.Console(record=True, width=200, quiet=True)
-    inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
-    trainer.train(inputs, console)
+    small_runs.train(small_runs.make_fields(folder, **sections))
 
 
 @pytest.mark.e2e

@@ -6,19 +6,19 @@ import re
 import jax
 import numpy as np
 import pytest
-import rich.console
 
 from jaxsp.checkpoint import reader, run_paths
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import weights
 from jaxsp.model import decoder
-from jaxsp.run import build, config_file, metrics, trainer
+from jaxsp.run import build, config_file, metrics
 from jaxsp.run.metrics import MetricsWriter
 from jaxsp.sharding import host_offload
 from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState
-from tests import batches, messages, tolerances
+from tests import batches, commands, messages, tolerances
+from tests.small_runs import make_fields, train
 from tests.training import runs
 
 pytestmark = pytest.mark.e2e
@@ -69,31 +69,20 @@ def folder(tmp_path_factory):
 
 
 def make_config(folder, *words):
-    fields = {
+    source = {"source": str(folder / "data.jsonl"), "format": "tokens", "name": "notes"}
+    sections = {
         "run": {"directory": str(folder / "unused"), "steps": STEPS},
-        "model": {"source": str(folder / "hf"), "compute_dtype": "float32"},
+        "model": {"source": str(folder / "hf")},
         "mesh": {"data": 1},
-        "data": {
-            "train": [{"source": str(folder / "data.jsonl"), "format": "tokens", "name": "notes"}],
-            "row_tokens": 64,
-        },
+        "data": {"train": [source]},
         "batch": {"rows_per_step": 2},
-        "optimizer": {"learning_rate": 0.01, "schedule": "linear"},
-        "logging": {"trackers": []},
+        "optimizer": {"schedule": "linear"},
     }
-    return config_file.parse(fields, words)
-
-
-def train(config):
-    devices = jax.devices()[: config.mesh.data * config.mesh.seq]
-    inputs = build.build_training(config, devices=devices)
-    trainer.train(inputs, rich.console.Console(quiet=True))
+    return config_file.parse(make_fields(folder, **sections), words)
 
 
 def lines(directory, name=metrics.METRICS_FILE):
-    return [
-        json.loads(line) for line in (directory / name).read_text(encoding="utf-8").splitlines()
-    ]
+    return commands.read_lines(directory / name)
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,7 @@ TALK = (
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
+def _files(own_cache, tmp_path):
     (tmp_path / "talk.jsonl").write_text(TALK * 3)
     (tmp_path / "pair.jsonl").write_text('{"prompt": "2 + 2 =", "completion": " 4"}\n')
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}\n')

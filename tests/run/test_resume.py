@@ -11,7 +11,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import rich.console
 import transformers
 from jax.experimental import multihost_utils
 
@@ -23,43 +22,32 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, weights
-from jaxsp.run import build, config_file, resume, trainer
+from jaxsp.run import build, config_file, resume
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
 from tests import batches, commands, messages, tolerances
 from tests.data.packing import test_dataset
+from tests.small_runs import make_fields, train
 
 STEPS = 10
 STOPPED = 6
 
 
 def settings(folder, *words):
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": STEPS, "save_every": 3, "eval_every": 5},
-        "model": {"config": batches.UNEVEN_LLAMA, "compute_dtype": "float32"},
+    sources = [
+        {"source": str(folder / f"{name}.jsonl"), "format": "tokens", "name": name}
+        for name in ("short", "long")
+    ]
+    sections = {
+        "run": {"steps": STEPS, "save_every": 3, "eval_every": 5},
+        "model": {"config": batches.UNEVEN_LLAMA},
         "mesh": {"data": 2, "seq": 4},
-        "data": {
-            "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
-            "eval": [
-                {"source": str(folder / f"{name}.jsonl"), "format": "tokens", "name": name}
-                for name in ("short", "long")
-            ],
-            "row_tokens": 64,
-            "max_segments_per_row": 8,
-        },
+        "data": {"eval": sources, "max_segments_per_row": 8},
         "batch": {"rows_per_step": 8},
-        "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1},
+        "optimizer": {"warmup_steps": 2, "weight_decay": 0.1},
         "checkpoint": {"keep_latest": 3},
-        "logging": {"trackers": []},
     }
-    return config_file.parse(fields, words)
-
-
-def train(chosen):
-    console = rich.console.Console(record=True, width=200, quiet=True)
-    num_devices = chosen.mesh.data * chosen.mesh.seq
-    material = build.build_training(chosen, devices=jax.devices()[:num_devices])
-    trainer.train(material, console)
+    return config_file.parse(make_fields(folder, **sections), words)
 
 
 def lines(directory, name="metrics.jsonl"):
@@ -429,13 +417,7 @@ REFUSED = [
             ["data.row_tokens = 128", 64],
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "restart",
-            ["run.seed=1"],
-            0,
-            ["run.seed = 1", 0],
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("restart", ["run.seed=1"], 0, ["run.seed = 1", 0], marks=pytest.mark.slow),
         ("continue", ["run.seed=1"], STOPPED * 8, ["run.seed = 1", 0, STOPPED * 8]),
     ],
 )

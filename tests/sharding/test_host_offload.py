@@ -17,7 +17,7 @@ from jaxsp.planning.fit import MemoryUse
 from jaxsp.run import build, config_file, trainer
 from jaxsp.sharding import host_offload
 from jaxsp.training import train_step
-from tests import batches
+from tests import batches, small_runs
 
 
 def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device():
@@ -72,17 +72,13 @@ def order(tmp_path, monkeypatch):
     """Function that returns the events of a run until weights are loaded; nothing is compiled."""
     records = [json.dumps({"input_ids": np.arange(length).tolist()}) for length in (64, 64)]
     (tmp_path / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
-    fields = {
-        "run": {"directory": str(tmp_path / "run"), "steps": 1, "save_every": None},
-        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
-        "data": {
-            "train": [{"source": str(tmp_path / "data.jsonl"), "format": "tokens"}],
-            "row_tokens": 64,
-        },
+    sections = {
+        "run": {"save_every": None},
+        "model": {"config": batches.SMALL_LLAMA},
         "batch": {"rows_per_step": 2},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
-        "logging": {"trackers": []},
     }
+    fields = small_runs.make_fields(tmp_path, "data.jsonl", **sections)
 
     def train(*, is_gpu, host_bytes):
         events = []

@@ -2,10 +2,9 @@
 
 import pytest
 
-from jaxsp.core.errors import UserError
 from jaxsp.system import cluster
 from jaxsp.system.cluster import Process
-from tests.messages import assert_names
+from tests.messages import assert_refused
 
 TORCHRUN = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "5"}
 
@@ -166,9 +165,8 @@ INVALID = [
 
 @pytest.mark.parametrize(("environ", "arguments", "start", "parts"), INVALID)
 def test_missing_and_invalid_values_are_refused(environ, arguments, start, parts):
-    with pytest.raises(UserError) as error:
+    with assert_refused(*parts, start=start):
         cluster.detect_process(environ, **arguments)
-    assert_names(error.value, *parts, start=start)
 
 
 @pytest.mark.parametrize(

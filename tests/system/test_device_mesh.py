@@ -30,27 +30,24 @@ def test_data_gets_the_remaining_devices(fields, num_devices, sizes):
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_devices", "start", "counts"),
+    ("replica", "data", "seq", "num_devices", "counts"),
     [
-        ({"seq": 3}, 8, "mesh.replica = 1, mesh.data = -1, mesh.seq = 3: ", {3, 8}),
-        ({"seq": 16}, 8, "mesh.replica = 1, mesh.data = -1, mesh.seq = 16: ", {16, 8}),
-        ({"data": 2, "seq": 2}, 8, "mesh.replica = 1, mesh.data = 2, mesh.seq = 2: ", {4, 8}),
-        (
-            {"replica": 2, "data": 2, "seq": 4},
-            8,
-            "mesh.replica = 2, mesh.data = 2, mesh.seq = 4: ",
-            {16, 8},
-        ),
-        ({"replica": 3}, 8, "mesh.replica = 3, mesh.data = -1, mesh.seq = 1: ", {3, 8}),
-        ({"seq": 4}, 1, "mesh.replica = 1, mesh.data = -1, mesh.seq = 4: ", {4, 1}),
+        (1, -1, 3, 8, {3, 8}),
+        (1, -1, 16, 8, {16, 8}),
+        (1, 2, 2, 8, {4, 8}),
+        (2, 2, 4, 8, {16, 8}),
+        (3, -1, 1, 8, {3, 8}),
+        (1, -1, 4, 1, {4, 1}),
     ],
 )
 def test_the_error_for_a_mesh_that_does_not_fit_suggests_meshes_that_do(
-    fields, num_devices, start, counts
+    replica, data, seq, num_devices, counts
 ):
+    config = MeshConfig(replica=replica, data=data, seq=seq)
     with pytest.raises(UserError) as error:
-        device_mesh.resolve_axis_sizes(MeshConfig(**fields), num_devices)
+        device_mesh.resolve_axis_sizes(config, num_devices)
     (problem,) = error.value.problems
+    start = f"mesh.replica = {replica}, mesh.data = {data}, mesh.seq = {seq}: "
     assert problem.startswith(start)
     assert set(numbers(problem.removeprefix(start))[:2]) == counts, "devices needed and seen"
     replica, degrees, virtual = re.search(
@@ -59,7 +56,7 @@ def test_the_error_for_a_mesh_that_does_not_fit_suggests_meshes_that_do(
     ).groups()
     for seq in re.findall(r"\d+", degrees):
         device_mesh.resolve_axis_sizes(MeshConfig(replica=int(replica), seq=int(seq)), num_devices)
-    device_mesh.resolve_axis_sizes(MeshConfig(**fields), int(virtual))
+    device_mesh.resolve_axis_sizes(config, int(virtual))
 
 
 def test_devices_of_a_group_are_neighbors():

@@ -16,7 +16,7 @@ from jaxsp.blocks.config import Lora
 from jaxsp.core.errors import UserError
 from jaxsp.model import adapters
 from jaxsp.model.adapter_config import AdapterConfig
-from jaxsp.sharding import host_offload, quantization
+from jaxsp.sharding import quantization
 from jaxsp.training import trainable
 from tests import batches, tolerances
 from tests.attention.strategies import make_strategy
@@ -106,11 +106,7 @@ each_case = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_waits(small_shards):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
-        yield
+pytestmark = pytest.mark.usefixtures("small_waits")
 
 
 @pytest.fixture(scope="module")

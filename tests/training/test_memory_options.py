@@ -74,10 +74,7 @@ CASES = {
             "offload_optimizer": "state_and_gradients",
         },
     ),
-    "tied, rows side by side": (
-        (2, 4, 1),
-        TILES | {"offload_optimizer": "state_and_gradients"},
-    ),
+    "tied, rows side by side": ((2, 4, 1), TILES | {"offload_optimizer": "state_and_gradients"}),
     "all on one device": (
         (1, 1, 1),
         TILES
@@ -125,12 +122,7 @@ each_case = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_waits(small_shards):
-    """Weights of 100 elements and more are offloaded, instead of 65,536."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
-        yield
+pytestmark = pytest.mark.usefixtures("small_waits")
 
 
 @pytest.fixture(scope="module")
@@ -515,9 +507,7 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "node",
-    [gpus(1.2, uncounted=units.GIB // 2), gpus(0.9, limit=1.2)],
-    ids=["estimate", "margin"],
+    "node", [gpus(1.2, uncounted=units.GIB // 2), gpus(0.9, limit=1.2)], ids=["estimate", "margin"]
 )
 def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
     actual = ready(monkeypatch, node, memory={"remat": "full"})

@@ -3,17 +3,14 @@
 import dataclasses
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
 
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.run import build, config_file, trainer
 from jaxsp.run.report import page
 from jaxsp.training import loss, metric_table
 from jaxsp.training.metric_table import METRICS, Metric
-from tests import batches
+from tests import batches, commands, small_runs
 
 
 def train(folder, documents, *, steps):
@@ -21,20 +18,14 @@ def train(folder, documents, *, steps):
     text = "\n".join(json.dumps({"input_ids": document.tolist()}) for document in documents)
     (folder / "data.jsonl").write_text(text)
     source = {"source": str(folder / "data.jsonl"), "format": "tokens"}
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": steps},
-        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
-        "data": {"train": [source], "eval": [source | {"name": "same"}], "row_tokens": 64},
+    sections = {
+        "run": {"steps": steps},
+        "model": {"config": batches.SMALL_LLAMA},
+        "data": {"eval": [source | {"name": "same"}]},
         "batch": {"rows_per_step": 2},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
-        "logging": {"trackers": []},
     }
-    inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:1])
-    trainer.train(inputs, rich.console.Console(quiet=True))
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    small_runs.train(small_runs.make_fields(folder, "data.jsonl", **sections))
 
 
 def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report(
@@ -56,10 +47,11 @@ def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report
     documents = np.random.default_rng(0).integers(0, 257, (4, 64))
     train(tmp_path, documents, steps=2)
     expected = (documents[:, 1:] % 2 == 0).mean(1) * 63 / 64
-    first, second = (line["even_fraction"] for line in read_lines(tmp_path / "run/metrics.jsonl"))
+    lines = commands.read_lines(tmp_path / "run/metrics.jsonl")
+    first, second = (line["even_fraction"] for line in lines)
     assert first != second
     assert np.isclose(first + second, expected.sum() / 2)
-    (evaluation,) = read_lines(tmp_path / "run/eval.jsonl")
+    (evaluation,) = commands.read_lines(tmp_path / "run/eval.jsonl")
     assert np.isclose(evaluation["even_fraction"], expected.mean())
     charts = {chart["title"]: chart for chart in page.draw([page.read_run(tmp_path / "run")])}
     assert charts["even_fraction"]["traces"][0]["y"] == [first, second]

@@ -49,12 +49,7 @@ CASES = {
     "Ulysses 3 x 2 with gather, 6 and 6 heads on 6": (6, 6, (1, 1), of(3, 2, "all_gather", 2)),
     "Ulysses, 28 and 4 heads on 4, two groups": (28, 4, (1, 2), of(4, 1)),
     "ring, 7 and 7 heads on 8": (7, 7, (1, 1), of(1, 8)),
-    "ring of 4 chunks each, 7 and 1 heads on 4, two groups": (
-        7,
-        1,
-        (1, 2),
-        of(1, 4, chunks=4),
-    ),
+    "ring of 4 chunks each, 7 and 1 heads on 4, two groups": (7, 1, (1, 2), of(1, 4, chunks=4)),
     "Ulysses 2 x 2 with gather of 8 chunks each, 6 and 2 heads on 4": (
         6,
         2,
@@ -101,11 +96,7 @@ def test_every_strategy_gives_the_step_of_one_device(name, record_property):
     num_labels = (ROWS["labels_BL"] != NO_LABEL).sum()
     assert [
         int(x) for x in (actual["num_rows"], actual["num_tokens"], actual["num_loss_tokens"])
-    ] == [
-        (lengths.sum(1) > 0).sum(),
-        lengths.sum(),
-        num_labels,
-    ]
+    ] == [(lengths.sum(1) > 0).sum(), lengths.sum(), num_labels]
     assert float(actual["token_accuracy"]) == np.float32(num_correct) / np.float32(num_labels)
     right = batches.name_leaves(jax.tree.map(lambda w, g: w - 1e3 * g, weights, gradients))
     after = run.unpad(state.master)

@@ -11,17 +11,11 @@ from transformers.utils import chat_template_utils
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import (
-    chat,
-    chat_template,
-    span_search,
-    template_text,
-    turn_ends,
-)
+from jaxsp.data.chat import chat, chat_template, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.data_config import DataConfig
 from tests.data.chat import chats
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 SHOWN = {
     "chatml": (
@@ -67,6 +61,12 @@ def learned(tokens, labels):
     return [tokens[start:end] for start, end in borders.reshape(-1, 2)]
 
 
+def learned_texts(record, tokenizer, *arguments, **options):
+    """Returns the texts with loss."""
+    runs = learned(*encode(record, tokenizer, *arguments, **options))
+    return [tokenizer.decode(run) for run in runs]
+
+
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_loss_is_on_assistant_messages_and_their_end_tokens(tokenizer, name):
     template, says = SHOWN[name]
@@ -96,19 +96,17 @@ def test_without_end_tokens_the_next_role_marker_is_the_end(tokenizer, alternati
         all_tokens, _ = encode({"messages": messages}, tokenizer, chats.MARKERS, "all")
         assert all_tokens.tolist() == tokens.tolist()
         prompt_completion = {"prompt": messages[:-1], "completion": messages[-1:]}
-        tokens, labels = encode(prompt_completion, tokenizer, chats.MARKERS)
-        assert [tokenizer.decode(run) for run in learned(tokens, labels)] == expected[-1:]
+        assert learned_texts(prompt_completion, tokenizer, chats.MARKERS) == expected[-1:]
 
 
 def test_a_call_at_the_end_stops_at_the_marker_of_its_result(tokenizer):
     call = {"role": "assistant", "content": "", "tool_calls": [chats.CALL]}
     chat = [{"role": "user", "content": "q"}, call]
-    tokens, labels = encode({"messages": chat}, tokenizer, chats.MARKERS)
-    said = f"\n{chats.call_text(call)}<|observation|>"
-    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == [said]
+    expected = f"\n{chats.call_text(call)}<|observation|>"
+    assert learned_texts({"messages": chat}, tokenizer, chats.MARKERS) == [expected]
     # nothing is added after a message of another role
     chat.append({"role": "tool", "content": "t"})
-    tokens, labels = encode({"messages": chat}, tokenizer, chats.MARKERS)
+    tokens, _ = encode({"messages": chat}, tokenizer, chats.MARKERS)
     assert tokenizer.decode(tokens).endswith("<|observation|>\nt")
 
 
@@ -180,10 +178,9 @@ def test_messages_that_change_when_others_follow_are_found(tokenizer):
         {"role": "assistant", "content": "<think>\nso\n</think>\n\nfour"},
     ]
     call = chats.call_text(thinks[1], "<tool_call>", "</tool_call>")
-    learned_text = learned(
-        *encode({"messages": thinks}, tokenizer, chats.THINKING, earlier_reasoning="keep")
-    )
-    assert [tokenizer.decode(run) for run in learned_text] == [
+    assert learned_texts(
+        {"messages": thinks}, tokenizer, chats.THINKING, earlier_reasoning="keep"
+    ) == [
         f"one{call}<|im_end|>\n",
         "two<|im_end|>\n",
         f"three{call}<|im_end|>\n",
@@ -194,8 +191,7 @@ def test_messages_that_change_when_others_follow_are_found(tokenizer):
             SHOWN["chatml"][1](message) for message in messages if message["role"] == "assistant"
         ]
         expected[-1] = f"<think>\n\n</think>\n\n{expected[-1]}"
-        learned_text = learned(*encode({"messages": messages}, tokenizer, chats.THINKING))
-        assert [tokenizer.decode(run) for run in learned_text] == expected
+        assert learned_texts({"messages": messages}, tokenizer, chats.THINKING) == expected
 
 
 ALTERNATING = """{%- set ns = namespace(plain=0) -%}
@@ -305,9 +301,8 @@ def find_by_prefixes(messages, indices, render):
     ids=["changed by marks", "no loop", "another loop"],
 )
 def test_a_template_without_a_loop_that_can_be_marked_is_refused(tokenizer, template):
-    with pytest.raises(UserError) as raised:
+    with assert_refused("turns", "{% generation %}"):
         encode({"messages": TALK}, tokenizer, template)
-    assert_names(raised.value, "turns", "{% generation %}")
 
 
 def test_a_prompt_may_contain_more_than_the_header_of_a_message(tokenizer):
@@ -317,8 +312,7 @@ def test_a_prompt_may_contain_more_than_the_header_of_a_message(tokenizer):
     )
     assert "<think>" in thinks
     for talk in (TALK, TALK + TALK):
-        learned_text = learned(*encode({"messages": talk}, tokenizer, thinks))
-        assert [tokenizer.decode(run) for run in learned_text] == ["answer<|im_end|>\n"] * (
+        assert learned_texts({"messages": talk}, tokenizer, thinks) == ["answer<|im_end|>\n"] * (
             len(talk) // 2
         )
 
@@ -342,8 +336,7 @@ def test_a_conversation_may_begin_with_the_assistant(tokenizer):
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "y"},
     ]
-    learned_text = learned(*encode({"messages": messages}, tokenizer))
-    assert [tokenizer.decode(run) for run in learned_text] == ["Hi.<|im_end|>\n", "y<|im_end|>\n"]
+    assert learned_texts({"messages": messages}, tokenizer) == ["Hi.<|im_end|>\n", "y<|im_end|>\n"]
 
 
 def test_normalizer_and_post_processor_move_no_label():
@@ -358,10 +351,7 @@ def test_normalizer_and_post_processor_move_no_label():
                 for message in messages
                 if message["role"] == "assistant"
             ]
-            assert [
-                tokenizer.decode(run)
-                for run in learned(*encode({"messages": messages}, tokenizer, template))
-            ] == expected
+            assert learned_texts({"messages": messages}, tokenizer, template) == expected
     assert tokenizer.backend_tokenizer.post_processor is not None
 
 
@@ -416,6 +406,11 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
         ({"messages": TALK[:1] + TALK}, chats.TURNS, ["Conversation roles must alternate"]),
         ({"messages": TALK}, "{{ messages[0].content }}", ["drops", "message 2", "assistant"]),
         ({"messages": TALK}, "{{ messages[1].content }}", ["drops", "message 1", "user"]),
+        (
+            {"messages": TALK},
+            "{# {% generation %} #}{% for m in messages[:1] %}{{ m.content }}{% endfor %}",
+            ["drops", "message 2"],
+        ),
         (
             {"messages": [TALK[0], {"role": "assistant", "tool_calls": [chats.CALL]}]},
             chats.CHATML.replace("tool_calls", "calls"),
@@ -500,9 +495,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
     ],
 )
 def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, template, parts):
-    with pytest.raises(UserError) as raised:
+    with assert_refused(*parts):
         encode(record, tokenizer, template)
-    assert_names(raised.value, *parts)
 
 
 def test_a_span_without_the_content_of_its_message_is_refused():
@@ -534,82 +528,62 @@ def test_only_thinking_may_precede_the_content():
 GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
 
 
+def each(body):
+    """A template with a loop over messages; GENERATION in its body is a marked message."""
+    body = body.replace("GENERATION", GENERATION)
+    return "{% for m in messages %}" + body + "{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "parts"),
     [
         (
-            "{% macro say(m) %}A: "
-            + GENERATION
-            + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
-            ["{% generation %}", "{% macro %}"],
+            f"{{% macro say(m) %}}A: {GENERATION}{{% endmacro %}}" + each("{{ say(m) }}"),
+            ["{% macro %}"],
         ),
         (
-            "{% macro wrap() %}{{ caller() }}{% endmacro %}{% for m in messages %}{% call wrap() %}"
-            + GENERATION
-            + "{% endcall %}{% endfor %}",
-            ["{% generation %}", "{% call %}"],
+            "{% macro wrap() %}{{ caller() }}{% endmacro %}"
+            + each("{% call wrap() %}GENERATION{% endcall %}"),
+            ["{% call %}"],
         ),
-        (
-            "{% for m in messages %}{% filter trim %}" + GENERATION + "{% endfilter %}{% endfor %}",
-            ["{% generation %}", "{% filter %}"],
-        ),
-        (
-            "{% for m in messages %}{% set x %}" + GENERATION + "{% endset %}{{ x }}{% endfor %}",
-            ["{% generation %}", "{% set %}"],
-        ),
-        (
-            "{% for m in messages recursive %}" + GENERATION + "{% endfor %}",
-            ["{% generation %}", "{% recursive for %}"],
-        ),
-        (
-            "{% for m in messages %}{% generation %}"
-            + GENERATION
-            + "{% endgeneration %}{% endfor %}",
-            ["inside", "{% generation %}"],
-        ),
+        (each("{% filter trim %}GENERATION{% endfilter %}"), ["{% filter %}"]),
+        (each("{% set x %}GENERATION{% endset %}{{ x }}"), ["{% set %}"]),
+        (each("GENERATION").replace(" %}", " recursive %}", 1), ["{% recursive for %}"]),
+        (each("{% generation %}GENERATION{% endgeneration %}"), ["inside"]),
         # marks two letters of an earlier message
         (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% elif loop.last %}"
-            + GENERATION
-            + "{% else %}{% generation %}{{ m.content[:2] }}{% endgeneration %}"
-            "{{ m.content[2:] }}{% endif %}{% endfor %}",
-            ["{% generation %}", "part", "message 2", "assistant"],
+            each(
+                "{% if m.role == 'user' %}{{ m.content }}{% elif loop.last %}GENERATION{% else %}"
+                "{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}"
+                "{% endif %}"
+            ),
+            ["part", "message 2", "assistant"],
         ),
         # marks a call without its content
         (
-            "{% for m in messages %}{% if m.tool_calls %}{{ m.content }}"
-            "{% generation %}{{ m.tool_calls | tojson }}{% endgeneration %}"
-            "{% elif m.role == 'assistant' %}"
-            + GENERATION
-            + "{% else %}{{ m.content }}{% endif %}{% endfor %}",
-            ["{% generation %}", "part", "message 4", "assistant"],
+            each(
+                "{% if m.tool_calls %}{{ m.content }}{% generation %}{{ m.tool_calls | tojson }}"
+                "{% endgeneration %}{% elif m.role == 'assistant' %}GENERATION"
+                "{% else %}{{ m.content }}{% endif %}"
+            ),
+            ["part", "message 4", "assistant"],
         ),
         # marks only the beginning of a long answer
         (
-            "{% for m in messages %}{% if m.role == 'assistant' %}"
-            "{% generation %}{{ m.content[:8] }}{% endgeneration %}{{ m.content[8:] }}"
-            "{% else %}{{ m.content }}{% endif %}{% endfor %}",
-            ["{% generation %}", "part", "message 4", "assistant"],
+            each(
+                "{% if m.role == 'assistant' %}{% generation %}{{ m.content[:8] }}"
+                "{% endgeneration %}{{ m.content[8:] }}{% else %}{{ m.content }}{% endif %}"
+            ),
+            ["part", "message 4", "assistant"],
         ),
+        (each("GENERATION"), ["message 1", "user"]),
         (
-            "{% for m in messages %}" + GENERATION + "{% endfor %}",
-            ["{% generation %}", "message 1", "user"],
-        ),
-        (
-            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
-            ["{% generation %}", "message 1", "user"],
-        ),
-        (
-            "{# {% generation %} #}{% for m in messages[:1] %}{{ m.content }}{% endfor %}",
-            ["drops", "message 2"],
+            "{% generation %}" + each("{{ m.content }}") + "{% endgeneration %}",
+            ["message 1", "user"],
         ),
     ],
 )
-def test_marks_that_do_not_match_assistant_messages_are_refused(
-    tokenizer,
-    template,
-    parts,
-):
+def test_marks_that_do_not_match_assistant_messages_are_refused(tokenizer, template, parts):
     talk = [
         *TALK,
         TALK[0],
@@ -619,9 +593,8 @@ def test_marks_that_do_not_match_assistant_messages_are_refused(
     ]
     if "tool_calls" not in template:
         talk = [*TALK, TALK[0], talk[-1]]
-    with pytest.raises(UserError) as raised:
+    with assert_refused("{% generation %}", *parts):
         encode({"messages": talk}, tokenizer, template)
-    assert_names(raised.value, *parts)
 
 
 def test_marks_may_leave_out_earlier_messages_and_their_thinking(tokenizer):
@@ -636,10 +609,10 @@ def test_marks_may_leave_out_earlier_messages_and_their_thinking(tokenizer):
     ):
         assert template != chats.MARKED
         talk = thinks if template == cut else TALK + TALK
-        learned_text = learned(
-            *encode({"messages": talk}, tokenizer, template, earlier_reasoning="keep")
+        assert (
+            learned_texts({"messages": talk}, tokenizer, template, earlier_reasoning="keep")
+            == expected
         )
-        assert [tokenizer.decode(run) for run in learned_text] == expected
 
 
 ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\none"}
@@ -663,9 +636,8 @@ def test_answers_that_lose_their_thinking_are_refused_or_trained_or_not(tokenize
         actual = learned(*encode({"messages": talk}, tokenizer, template, **options))
         return [tokenizer.decode(run).partition("<|im_end|>")[0] for run in actual]
 
-    with pytest.raises(UserError) as raised:
+    with assert_refused("message 4", *("no_loss", "keep", "data.chat_template")):
         runs()
-    assert_names(raised.value, "message 4", *("no_loss", "keep", "data.chat_template"))
     last = "one" if template == MARKED_THINKING else ANSWER["content"]
     assert runs(earlier_reasoning="keep") == ["answer", "one", last]
     assert runs(earlier_reasoning="no_loss") == ["answer", last]
@@ -726,8 +698,9 @@ def test_marks_only_around_messages_with_thinking_are_found(tokenizer):
     )
     assert template != chats.MARKED
     thinks = [*TALK, TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}]
-    learned_text = learned(*encode({"messages": thinks}, tokenizer, template))
-    assert [tokenizer.decode(run) for run in learned_text] == ["<think>hm</think>one<|im_end|>\n"]
+    assert learned_texts({"messages": thinks}, tokenizer, template) == [
+        "<think>hm</think>one<|im_end|>\n"
+    ]
 
 
 def test_arguments_of_calls_may_be_rendered_in_any_notation(tokenizer):
@@ -754,10 +727,7 @@ def test_repeated_content_is_located_in_its_own_message(tokenizer):
     ]
     expected = [f"{message['content']}<|im_end|>\n" for message in talk[1::2]]
     for template in (chats.MARKED, chats.CHATML, chats.THINKING):
-        actual = [
-            tokenizer.decode(run)
-            for run in learned(*encode({"messages": talk}, tokenizer, template))
-        ]
+        actual = learned_texts({"messages": talk}, tokenizer, template)
         assert [run.removeprefix("<think>\n\n</think>\n\n") for run in actual] == expected
 
 
@@ -793,8 +763,7 @@ def test_an_accent_that_joins_the_letter_before_it_is_refused():
     messages = [TALK[0], {"role": "assistant", "content": "\u0301x"}]
     with pytest.raises(UserError, match=r"token.*:E'.*'\u0301x</s>'"):
         encode({"messages": messages}, tokenizer, template)
-    learned_text = learned(*encode({"messages": TALK}, tokenizer, template))
-    assert [tokenizer.decode(run) for run in learned_text] == ["answer</s>"]
+    assert learned_texts({"messages": TALK}, tokenizer, template) == ["answer</s>"]
 
 
 def test_a_completion_without_tokens_has_loss_only_on_the_end_token():
@@ -818,26 +787,19 @@ def test_tools_reach_the_template(tokenizer):
 
 
 def test_the_loss_of_a_completion_includes_the_end_token(tokenizer):
-    tokens, labels = encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer)
-    assert (
-        tokenizer.decode(tokens),
-        [tokenizer.decode(run) for run in learned(tokens, labels)],
-    ) == (
-        "2 + 2 = 4</s>",
-        [" 4</s>"],
-    )
-    merged, labels = encode({"prompt": "it is an ", "completion": "answer"}, tokenizer)
-    assert [tokenizer.decode(run) for run in learned(merged, labels)] == [" answer</s>"], (
+    record = {"prompt": "2 + 2 =", "completion": " 4"}
+    tokens, _ = encode(record, tokenizer)
+    assert tokenizer.decode(tokens) == "2 + 2 = 4</s>"
+    assert learned_texts(record, tokenizer) == [" 4</s>"]
+    merged = {"prompt": "it is an ", "completion": "answer"}
+    assert learned_texts(merged, tokenizer) == [" answer</s>"], (
         "a token across the border is learned"
     )
-    done, labels = encode({"prompt": "a", "completion": " b</s>"}, tokenizer)
-    assert [tokenizer.decode(run) for run in learned(done, labels)] == [" b</s>"]
-    assert (
-        encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer, train_on="all")[0].tolist()
-        == tokens.tolist()
-    )
-    tokens, labels = encode({"prompt": TALK[:1], "completion": TALK[1:]}, tokenizer)
-    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
+    assert learned_texts({"prompt": "a", "completion": " b</s>"}, tokenizer) == [" b</s>"]
+    assert encode(record, tokenizer, train_on="all")[0].tolist() == tokens.tolist()
+    assert learned_texts({"prompt": TALK[:1], "completion": TALK[1:]}, tokenizer) == [
+        "answer<|im_end|>\n"
+    ]
 
 
 def test_a_tokenizer_without_offsets_needs_train_on_all():
@@ -863,16 +825,12 @@ def test_a_template_is_a_file_or_inline(tmp_path, monkeypatch, tokenizer):
 
     (tmp_path / "a.jinja").write_text(chats.CHATML)
     assert given("a.jinja") == given(chats.CHATML) == chats.CHATML
-    with pytest.raises(
-        UserError,
-        match=r"data\.chat_template = b\.jinja: .*\{\{ or \{%.*null",
-    ):
+    with pytest.raises(UserError, match=r"data\.chat_template = b\.jinja: .*\{\{ or \{%.*null"):
         given("b.jinja")
     with pytest.raises(UserError, match=r"Jinja.*line 2: unexpected '\}'"):
         given("{{ x }}\n{{ y }")
     with pytest.raises(
-        UserError,
-        match=r"data\.chat_template = null: .*data\.chat_template=template\.jinja",
+        UserError, match=r"data\.chat_template = null: .*data\.chat_template=template\.jinja"
     ):
         given(None)
     own = chats.tokenizer()
@@ -957,6 +915,5 @@ def test_weight_0_is_refused_if_it_cannot_be_applied(tokenizer):
         ),
         ({"messages": [TALK[1], silent]}, across, "assistant", ["{% generation %}", "weight 0"]),
     ):
-        with pytest.raises(UserError) as raised:
+        with assert_refused(*parts):
             encode(record, tokenizer, template, train_on)
-        assert_names(raised.value, *parts)

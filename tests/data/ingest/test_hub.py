@@ -26,9 +26,7 @@ TRAIN, TEST = (
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
+def _no_bars(own_cache):
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
@@ -85,17 +83,8 @@ def test_the_configured_split_is_read_by_default_train(tmp_path):
         == read("other", split="b")["text"]
         == TEST["text"]
     )
-    assert_names(
-        problem("other"),
-        "split",
-        "a or b",
-        start="data.train.0.source = other: ",
-    )
-    assert_names(
-        problem("both", split="dev"),
-        "train or test",
-        start="data.train.0.split = dev: ",
-    )
+    assert_names(problem("other"), "split", "a or b", start="data.train.0.source = other: ")
+    assert_names(problem("both", split="dev"), "train or test", start="data.train.0.split = dev: ")
 
 
 @pytest.mark.parametrize(
@@ -217,15 +206,9 @@ def test_a_file_has_priority_over_a_hub_data_set_with_its_name(tmp_path):
     records = read("org/name", split="test", revision=COMMIT)
     assert (records["text"], records["place"][0]) == (TEST["text"], "org/name, row 1")
     assert_names(
-        problem("org/name", split="dev"),
-        "train or test",
-        start="data.train.0.split = dev: ",
+        problem("org/name", split="dev"), "train or test", start="data.train.0.split = dev: "
     )
-    assert_names(
-        problem("org/name", revision="v2"),
-        COMMIT,
-        start="data.train.0.revision = v2: ",
-    )
+    assert_names(problem("org/name", revision="v2"), COMMIT, start="data.train.0.revision = v2: ")
     (tmp_path / "org").mkdir()
     (tmp_path / "org/name").write_text("a file comes first")
     assert read("org/name")["text"] == ["a file comes first"]
@@ -234,18 +217,10 @@ def test_a_file_has_priority_over_a_hub_data_set_with_its_name(tmp_path):
 def test_a_data_set_with_several_subsets_needs_a_subset(tmp_path):
     cached(tmp_path, "de", "en")
     assert_names(
-        problem("org/name"),
-        "subset",
-        "de",
-        "en",
-        start="data.train.0.source = org/name: ",
+        problem("org/name"), "subset", "de", "en", start="data.train.0.source = org/name: "
     )
     assert read("org/name", subset="en")["text"] == TRAIN["text"]
-    assert_names(
-        problem("org/name", subset="fr"),
-        "de or en",
-        start="data.train.0.subset = fr: ",
-    )
+    assert_names(problem("org/name", subset="fr"), "de or en", start="data.train.0.subset = fr: ")
 
 
 def generation_error():

@@ -4,7 +4,6 @@ import json
 import math
 import random
 
-import datasets
 import pytest
 
 from jaxsp.core.errors import UserError, at
@@ -12,7 +11,7 @@ from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats.records import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from tests.data import source_configs
 from tests.data.source_configs import make_source
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 USER = {"role": "user", "content": "hi"}
 GOOD = {"role": "assistant", "content": "ho"}
@@ -23,10 +22,7 @@ PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 FEEDBACK = {"prompt": "q", "completion": "a", "label": True}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def checked(record, format="preference", **fields):
@@ -193,9 +189,8 @@ def test_a_record_has_the_completion_of_the_next_usable_one_and_the_last_that_of
 def test_one_record_or_a_mixture_of_text_and_messages_has_no_mismatched_completions(tmp_path):
     bad = {"prompt": "q"}
     write(tmp_path / "one.jsonl", bad, FEEDBACK, bad)
-    with pytest.raises(UserError) as raised:
+    with assert_refused("line 2", "two", start="data.train.0.source = one.jsonl: "):
         read(tmp_path / "one.jsonl")
-    assert_names(raised.value, "line 2", "two", start="data.train.0.source = one.jsonl: ")
     write(tmp_path / "label.jsonl", FEEDBACK, FEEDBACK | {"label": "meh"})
     with pytest.raises(UserError) as raised:
         read(tmp_path / "label.jsonl")

@@ -13,7 +13,7 @@ from pyarrow import feather, parquet
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import file_types
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 
 def select_text(names):
@@ -198,12 +198,7 @@ BROKEN = [
 @pytest.mark.parametrize("size", [5, 2**20])
 @pytest.mark.parametrize(("name", "content", "parts"), BROKEN)
 def test_an_error_names_the_last_record_before_the_damage(
-    tmp_path,
-    monkeypatch,
-    name,
-    content,
-    parts,
-    size,
+    tmp_path, monkeypatch, name, content, parts, size
 ):
     monkeypatch.setattr(file_types, "_CHUNK_BYTES", size)
     (tmp_path / name).write_text(content)
@@ -228,9 +223,8 @@ def test_an_error_names_the_last_record_before_the_damage(
 )
 def test_a_file_without_the_content_of_its_type_is_an_error(tmp_path, name, content, parts):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError) as caught:
+    with assert_refused(*parts, start=f"{name}: "):
         read(name)
-    assert_names(caught.value, *parts, start=f"{name}: ")
 
 
 @pytest.mark.parametrize(
@@ -290,11 +284,7 @@ def test_invalid_utf8_in_a_table_is_one_bad_row(tmp_path):
         writer.write_batch(pa.record_batch([texts], names=["text"]))
     assert [
         (record and record["text"], bool(problem)) for _, record, problem in read("a.arrow")
-    ] == [
-        ("x", False),
-        (None, True),
-        ("y", False),
-    ]
+    ] == [("x", False), (None, True), ("y", False)]
 
 
 def test_only_selected_columns_are_read_and_without_them_all_are_named(tmp_path):

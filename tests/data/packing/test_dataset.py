@@ -14,7 +14,7 @@ from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
 from tests.data.packing import test_loader
 from tests.data.source_configs import make_source
-from tests.messages import assert_names, numbers
+from tests.messages import assert_names, assert_refused, numbers
 
 
 def tokenized(lengths, first=0, labels=False):
@@ -207,11 +207,7 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
             data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
         )
     )
-    assert numbers(lines["data"])[:3] == [
-        source.num_documents,
-        len(expected),
-        source.num_tokens,
-    ]
+    assert numbers(lines["data"])[:3] == [source.num_documents, len(expected), source.num_tokens]
     assert set(counts.values()) - {0} <= set(numbers(lines[""]))
 
 
@@ -219,9 +215,8 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
 def test_data_that_loses_its_labels_to_short_rows_names_row_tokens(what):
     columns = {"tokens": [[1] * 50, [1] * 40], "labels": [[-100] * 40 + [1] * 10, [-100] * 40]}
     chats = datasets.Dataset.from_dict(columns)
-    with pytest.raises(UserError) as raised:
+    with assert_refused(f"data.long_documents = {what}", "32", "data.row_tokens", "50"):
         Documents([chats], row_tokens=32, long_documents=what)
-    assert_names(raised.value, f"data.long_documents = {what}", "32", "data.row_tokens", "50")
     assert Documents([chats], row_tokens=50, long_documents=what).num_loss_tokens == 10
     assert Documents([chats], row_tokens=32, long_documents="split").num_loss_tokens == 10
 

@@ -43,12 +43,6 @@ def test_every_token_lies_in_one_row():
         ]
 
 
-def test_a_long_document_is_cut_into_rows_and_a_remainder():
-    plan = plan_rows(np.array([20, 16]), row_tokens=8, max_segments=4, seed=0)
-    actual = sorted(segment for row in range(len(plan)) for segment in segments(plan.row(row)))
-    assert actual == [(0, 0, 8), (0, 8, 8), (0, 16, 4), (1, 0, 8), (1, 8, 8)]
-
-
 def test_a_document_is_put_into_the_row_with_the_least_space():
     assert packing._best_fit(np.array([5, 6, 3, 2, 1]), 8, 9).tolist() == [0, 1, 0, 1, 2]
     assert packing._best_fit(np.array([5, 6, 2, 3, 8]), 8, 9).tolist() == [0, 1, 1, 0, 2]

@@ -21,7 +21,7 @@ from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize, tokenizers
 from tests.data.chat import chats
 from tests.data.source_configs import make_source
-from tests.messages import assert_names
+from tests.messages import assert_refused
 
 FIELD = "data.train.0.source"
 
@@ -30,10 +30,7 @@ TOOLS_CHATML = "{%- if tools %}{{ tools | tojson }}{% endif -%}" + chats.CHATML
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -209,9 +206,8 @@ def test_a_document_that_cannot_be_rendered_or_has_no_loss_is_named(tokenizer):
     answer = [{"role": "assistant", "content": "a"}]
     refused = [{"role": "user", "content": "b"}]
     pair = {"prompt": user, "chosen": answer, "rejected": refused}
-    with pytest.raises(UserError) as raised:
+    with assert_refused("rejected", start=f"{FIELD} = a.jsonl: a.jsonl, line 1: "):
         tokenized([pair], tokenizer, chat_template=chats.TURNS)
-    assert_names(raised.value, "rejected", start=f"{FIELD} = a.jsonl: a.jsonl, line 1: ")
     silent = [answer[0] | {"weight": 0}]
     with pytest.raises(UserError, match=r"chosen: message 1 has weight 0 .*leave the record out"):
         tokenized([pair | {"chosen": silent}], tokenizer)

@@ -28,15 +28,16 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.run import export_command
 from tests.data.chat import chats
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 FIELD = "data.train.0.source"
 
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
+CHAT = {"messages": TALK}
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def asked(name, format="text", **data):
@@ -198,10 +199,7 @@ def test_records_of_tokens_are_unchanged(tmp_path):
 
 def test_conversations_and_completions_have_labels_unless_train_on_is_all(tmp_path):
     tokenizer = chats.tokenizer()
-    write(
-        tmp_path / "a.jsonl",
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
-    )
+    write(tmp_path / "a.jsonl", CHAT)
     write(tmp_path / "b.jsonl", {"prompt": "q", "completion": " x"})
     for name, format, said in (
         ("a.jsonl", "messages", "x<|im_end|>\n"),
@@ -220,15 +218,11 @@ def test_conversations_and_completions_have_labels_unless_train_on_is_all(tmp_pa
 
 
 def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
-    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]}
     refused = {"messages": [{"role": "user", "content": "q"}, {"role": "user", "content": "q"}]}
-    write(tmp_path / "a.jsonl", good, {"messages": "hi"}, refused, good)
+    write(tmp_path / "a.jsonl", CHAT, {"messages": "hi"}, refused, CHAT)
     how = {"format": "messages", "tokenizer": chats.tokenizer(), "chat_template": chats.TURNS}
-    write(tmp_path / "b.jsonl", good, refused, good)
-    with pytest.raises(
-        UserError,
-        match=r"b\.jsonl, line 2: .*Conversation roles must alternate",
-    ):
+    write(tmp_path / "b.jsonl", CHAT, refused, CHAT)
+    with pytest.raises(UserError, match=r"b\.jsonl, line 2: .*Conversation roles must alternate"):
         tokenize("b.jsonl", **how)
     for _ in range(2):  # from the cache too
         result = tokenize("a.jsonl", **how, on_bad_record="skip")
@@ -318,10 +312,7 @@ def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number):
 
 
 def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path, monkeypatch):
-    write(
-        tmp_path / "a.jsonl",
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
-    )
+    write(tmp_path / "a.jsonl", CHAT)
     tokenizer = chats.tokenizer()
     results = []
     encode = text.encode_records
@@ -343,10 +334,7 @@ def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path
 
 
 def test_a_template_kept_in_a_tokenizer_gives_the_cached_tokens(tmp_path, monkeypatch):
-    write(
-        tmp_path / "a.jsonl",
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
-    )
+    write(tmp_path / "a.jsonl", CHAT)
     write(tmp_path / "b.jsonl", {"text": "x"})
     results = []
     encode = text.encode_records
@@ -374,12 +362,11 @@ THINKING = (
 
 
 def test_variables_of_the_config_reach_the_template_and_those_of_a_record_win(tmp_path):
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
     write(
         tmp_path / "a.jsonl",
-        {"messages": talk},
-        {"messages": talk, "chat_template_kwargs": {"mood": "sad"}},
-        {"prompt": talk[:1], "completion": talk[1:]},
+        {"messages": TALK},
+        {"messages": TALK, "chat_template_kwargs": {"mood": "sad"}},
+        {"prompt": TALK[:1], "completion": TALK[1:]},
     )
     tokenizer = chats.tokenizer()
 
@@ -408,7 +395,7 @@ def test_an_export_has_the_variables_as_defaults_of_its_template(tmp_path, is_ow
         {"chat_template": THINKING} if is_own else {}
     )
     config = types.SimpleNamespace(data=asked("a.jsonl", "messages", **data))
-    export_command._write_chat_template(config, tmp_path / "out")
+    export_command.write_chat_template(config, tmp_path / "out")
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     answer = [{"role": "assistant", "content": "x"}]
     rendered = loaded.apply_chat_template(answer, tokenize=False)
@@ -563,8 +550,7 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path):
 
 
 def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
-    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]}
-    write(tmp_path / "a.jsonl", {"messages": [good["messages"][0]]}, good, good)
+    write(tmp_path / "a.jsonl", {"messages": TALK[:1]}, CHAT, CHAT)
     config = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
     how = {"source": config.train[0], "tokenizer": chats.tokenizer()}
     records = sources.read(config.train[0], data=config)
@@ -615,9 +601,8 @@ def test_a_date_that_no_template_writes_is_refused(tmp_path):
     own = chats.tokenizer()
     own.chat_template = chats.CHATML
     config = asked("a.txt", chat_template_date="2026-11-25")
-    with pytest.raises(UserError) as raised:
+    with assert_refused("strftime_now", start="data.chat_template_date = 2026-11-25: "):
         text.resolve_options(config.train[0], data=config, tokenizer=own)
-    assert_names(raised.value, "strftime_now", start="data.chat_template_date = 2026-11-25: ")
 
 
 def test_other_users_may_read_the_cache(tmp_path):
