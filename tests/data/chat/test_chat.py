@@ -252,7 +252,7 @@ def test_marks_of_loops_find_the_same_spans_as_prefixes(tokenizer, name):
     assert num_compared or name == "thinking", "its last message has thinking, unless others follow"
 
 
-@pytest.mark.parametrize("system", [False, True], ids=["alone", "system"])
+@pytest.mark.parametrize("system", [False, True], ids=["no system", "system"])
 @pytest.mark.parametrize(
     "content",
     [
