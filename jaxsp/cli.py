@@ -74,9 +74,11 @@ def make_parser(
     """
     epilog = None
     if takes == "WHAT":
-        sections = config_file.SCHEMA.sections.items()
-        lines = [f"  {name}: {section.__doc__}" for name, section in sections]
-        epilog = "\n".join(["sections of the config:", *lines])
+        lines = ["sections of the config:"]
+        for name, field in config_file.Config.model_fields.items():
+            title, _, _ = str(field.annotation.__doc__).partition("\n")
+            lines.append(f"  {name}: {title}")
+        epilog = "\n".join(lines)
     parser = _Parser(
         prog=f"jaxsp {command}",
         description=description,

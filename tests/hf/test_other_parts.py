@@ -109,7 +109,9 @@ def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(
 
 def test_a_model_that_the_library_has_loaded_is_saved_with_all_parts(tmp_path):
     before = save(tmp_path / "in", "float32")
-    jaxsp.Trainer(str(tmp_path / "in"), CONFIG).save(tmp_path / "out", dtype="float32")
+    jaxsp.Trainer(CONFIG | {"model": {"source": str(tmp_path / "in")}}).save(
+        tmp_path / "out", dtype="float32"
+    )
     after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
     assert batches.is_bitwise_equal(after, before)
 
@@ -124,7 +126,7 @@ def test_a_text_model_is_saved_with_the_parts_of_another_folder(tmp_path):
     (tmp_path / "text").mkdir()
     safetensors.numpy.save_file(text, tmp_path / "text/model.safetensors")
     (tmp_path / "text/config.json").write_text(json.dumps(FIELDS["text_config"]))
-    trainer = jaxsp.Trainer(str(tmp_path / "text"), CONFIG)
+    trainer = jaxsp.Trainer(CONFIG | {"model": {"source": str(tmp_path / "text")}})
     with pytest.raises(UserError) as raised:
         trainer.save(tmp_path / "out")
     parts = ("multimodal checkpoint", "--source", "Trainer.save(..., source=...)")
@@ -137,7 +139,7 @@ def test_a_text_model_is_saved_with_the_parts_of_another_folder(tmp_path):
 
 def test_a_source_that_no_part_is_read_from_is_refused(tmp_path):
     oracle.torch_model(oracle.MODELS["llama3"]).save_pretrained(tmp_path / "in")
-    trainer = jaxsp.Trainer(str(tmp_path / "in"), CONFIG)
+    trainer = jaxsp.Trainer(CONFIG | {"model": {"source": str(tmp_path / "in")}})
     with assert_refused("llama", "Leave it out", start="source = elsewhere: "):
         trainer.save(tmp_path / "out", source="elsewhere")
 

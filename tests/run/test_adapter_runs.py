@@ -220,9 +220,9 @@ def test_the_library_trains_adapters_and_saves_them_alone_and_merged(straight, t
     config = {name: fields[name] for name in ("mesh", "batch", "optimizer")} | {
         "run": {"steps": 1},
         "data": {"row_tokens": 64},
-        "model": {"compute_dtype": "float32"},
+        "model": {"compute_dtype": "float32", "source": str(straight / "base")},
     }
-    trained_model = jaxsp.Trainer(str(straight / "base"), config | {"adapter": adapter})
+    trained_model = jaxsp.Trainer(config | {"adapter": adapter})
     before = jax.tree.map(np.asarray, batches.name_leaves(trained_model.state.master))
     documents = [record["input_ids"] for record in commands.read_lines(straight / "train.jsonl")]
     for batch in trained_model.pack(documents):
@@ -236,7 +236,7 @@ def test_the_library_trains_adapters_and_saves_them_alone_and_merged(straight, t
 
     trained_model.save_adapter(tmp_path / "adapter")
     source = {"type": "dora", "source": str(tmp_path / "adapter")}
-    loaded = jaxsp.Trainer(str(straight / "base"), config | {"adapter": source})
+    loaded = jaxsp.Trainer(config | {"adapter": source})
     for path, array in batches.name_leaves(loaded.state.master).items():
         assert batches.is_bitwise_equal(array, after[path]), path
 

@@ -170,7 +170,7 @@ def test_models_that_do_not_fit_the_objective_are_refused(folder):
     with pytest.raises(UserError, match=r"objective.type = dpo: .* is that of a reward model"):
         build.build_training(sft, devices=jax.devices()[:1])
     with pytest.raises(UserError, match=r"transformers has no model for the scores of granite"):
-        model_config.make_reward_fields({"model_type": "granite"}, field="config.json")
+        model_config.make_reward_fields({"model_type": "granite"})
 
 
 def test_the_harness_needs_a_model_of_tokens_and_says_so_before_the_weights_are_read(
