@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 REPO = pathlib.Path(__file__).parent.parent
 
 LIMITS = {
-    "commands": 1587,
+    "commands": 1589,
     "attention": 5797,
     "blocks": 2456,
     "checkpoint": 1199,
@@ -30,7 +30,7 @@ LIMITS = {
     "system": 2239,
     "tasks": 655,
     "training": 2583,
-    "tests": 41894,
+    "tests": 41896,
     "scripts": 2924,
 }
 """Lines of each package of jaxsp (`commands` are the modules directly in jaxsp/), of the tests and
