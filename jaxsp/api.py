@@ -334,8 +334,13 @@ class Trainer:
     def evaluate_sets(self) -> list[Line]:
         """Evaluates the eval sets and the retrieval tasks of the config with these weights.
 
-        Returns: lines of eval.jsonl and tasks.jsonl.
+        Returns: lines of eval.jsonl and tasks.jsonl. Raises: UserError if there are none.
         """
+        if not self.model.eval_sets and not self.model.task_samples:
+            raise UserError(
+                "evaluate_sets: the config has no eval sets. Name them in data.eval or eval.tasks, "
+                "or use evaluate."
+            )
         Reference(
             spec=self.spec,
             source=self.config.model.source,

@@ -206,6 +206,8 @@ def test_prompts_are_texts_chats_or_ids(loaded):
             loaded.generate(prompts)
     with pytest.raises(UserError, match=messages.containing("data.train", "pack")):
         loaded.train()
+    with pytest.raises(UserError, match=messages.containing("data.eval", "use evaluate")):
+        loaded.evaluate_sets()
 
 
 @pytest.mark.parametrize(

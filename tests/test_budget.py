@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 REPO = pathlib.Path(__file__).parent.parent
 
 LIMITS = {
-    "commands": 1589,
+    "commands": 1594,
     "attention": 5797,
     "blocks": 2456,
     "checkpoint": 1199,
     "config": 1194,
-    "core": 744,
+    "core": 735,
     "data": 6553,
     "delta_rule": 897,
     "evaluation": 1165,
@@ -30,7 +30,7 @@ LIMITS = {
     "system": 2239,
     "tasks": 655,
     "training": 2583,
-    "tests": 41896,
+    "tests": 41898,
     "scripts": 2924,
 }
 """Lines of each package of jaxsp (`commands` are the modules directly in jaxsp/), of the tests and

@@ -97,12 +97,9 @@ def sync_dir(folder: pathlib.Path) -> None:
         os.close(handle)
 
 
-def write_checksum(path: pathlib.Path, *, content: pathlib.Path | None = None) -> None:
-    """Writes the checksum of a file beside it.
-
-    Args: content: file that gets the name `path` afterwards; default: `path`.
-    """
-    write_atomic(path.with_name(path.name + _CHECKSUM_SUFFIX), _compute_checksum(content or path))
+def write_checksum(path: pathlib.Path) -> None:
+    """Writes the checksum of a file beside it."""
+    write_atomic(path.with_name(path.name + _CHECKSUM_SUFFIX), _compute_checksum(path))
 
 
 def is_intact(path: pathlib.Path) -> bool:
@@ -112,12 +109,6 @@ def is_intact(path: pathlib.Path) -> bool:
         return checksum == _compute_checksum(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
-
-
-def remove_with_checksum(path: pathlib.Path) -> None:
-    """Removes a file and its checksum, if they exist. Raises: OSError."""
-    path.unlink(missing_ok=True)
-    path.with_name(path.name + _CHECKSUM_SUFFIX).unlink(missing_ok=True)
 
 
 def _compute_checksum(path: pathlib.Path) -> bytes:
