@@ -203,6 +203,8 @@ class Trainer:
             )
         if threading.current_thread() is not threading.main_thread():
             raise UserError("train: must run in the main thread, which receives signals.")
+        if distributed.last_read(distributed.STOP_KEY):
+            raise UserError("train: a process of this job was asked to stop. Start the job again.")
         self.config.logging.check_installed()
         lines: list[Line] = []
 
@@ -347,7 +349,10 @@ class Trainer:
             adapter_source=self.config.adapter.source,
             run_dir=None,
             is_resume=False,
-        ).prepare(self.model.eval_sets, print_line=print)
+        ).prepare(
+            self.model.eval_sets,
+            print_line=print if jax.process_index() == 0 else lambda line: None,
+        )
         sets = self._set_evaluator
         tasks = RetrievalEvaluator(sets, self.model.task_samples)
         num_steps = int(self.state.step)

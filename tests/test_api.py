@@ -24,6 +24,7 @@ from jaxsp.model import decoder
 from jaxsp.run import build, config_file
 from jaxsp.run import trainer as run_trainer
 from jaxsp.sharding import host_offload, sharding
+from jaxsp.system import distributed
 from jaxsp.training import compile_options, train_state
 from tests import batches, commands, markdown, messages
 from tests.data.chat import chats
@@ -352,6 +353,17 @@ def test_a_trainer_has_the_losses_of_jaxsp_train(tmp_path):
     )
     assert before.keys() == after.keys()
     assert not np.array_equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_a_job_that_was_asked_to_stop_does_not_train_again(tmp_path, monkeypatch):
+    config = config_file.read(commands.REPO / "configs/quickstart.yaml")
+    source = [{"format": "tokens", "source": [[1, 2, 3]] * 50}]
+    changes = {"data": config["data"] | {"train": source, "eval": []}, "run": {"steps": 1}}
+    mine = jaxsp.Trainer(config | changes, [f"run.directory={tmp_path}/run"])
+    monkeypatch.setitem(distributed._events, distributed.STOP_KEY, {1: "SIGTERM"})
+    with pytest.raises(UserError, match="asked to stop"):
+        mine.train(is_quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_problems_of_the_config_are_reported_before_anything_is_loaded():
