@@ -323,7 +323,7 @@ class _Rule:
 def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array) -> Tokens:
     """Tokens [T, C, heads, ...] as heads [T, heads, C, ...], q and k normalized."""
     num_key_heads, K = q.shape[-2:]
-    by_head = lambda x: jnp.moveaxis(_normalize(x), -3, -2)
+    by_head = lambda x: jnp.moveaxis(normalize(x), -3, -2)
     return Tokens(
         q=by_head(q) * K**-0.5,
         k=by_head(k),
@@ -346,7 +346,8 @@ def _split_values(x: Array, num_key_heads: int) -> Array:
     return jnp.moveaxis(heads, 1, -2)
 
 
-def _normalize(x: Array) -> Array:
+def normalize(x: Array) -> Array:
+    """x over the root of its sum of squares, float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + _EPS)
 
