@@ -8,10 +8,14 @@ and is 0 before the first token of a segment. For a chunk of C tokens with incom
 
     New = U - W X;    out = Q X + A New;    X' = decay X + K^T New
 
-where U, W, Q, A, K and decay do not depend on X. Decays between two tokens of different segments
-are exact zeros, so nothing leaks.
+where U, W, Q, A, K and decay do not depend on X. All that does not is computed for many chunks at
+once, so that one chunk after the other needs one product:
 
-Dims: T chunks of different sections at a time, G key heads, R value heads of each, C tokens, K key
+    X' = decay X + (-K^T W) X + K^T U;    out = (Q - A W) X + A U
+
+Decays between two tokens of different segments are exact zeros, so nothing leaks.
+
+Dims: T chunks at a time, G key heads, R value heads of each, C tokens, K key
 size, V value size.
 
 Source: Yang et al. 2024, arXiv:2412.06464 (gated delta networks).
@@ -56,20 +60,15 @@ class Decays:
     state: Float32[Array, "T G R"]
 
 
-class Update(NamedTuple):
-    """Change of any state by a chunk."""
+class ChunkMap(NamedTuple):
+    """What a chunk does to any incoming state X: it becomes decay X + d X + u, and the chunk's
+    output is q X + out."""
 
-    u: Float[Array, "T G R C V"]
-    w: Float[Array, "T G R C K"]
-    k: Float[Array, "T G R C K"]
     decay: Float32[Array, "T G R"]
-
-
-class Readout(NamedTuple):
-    """Weights of the incoming state, and of what the chunk's tokens add, in its output."""
-
+    d: Float[Array, "T G R K K"]
+    u: Float[Array, "T G R K V"]
     q: Float[Array, "T G R C K"]
-    a_ij: Float[Array, "T G R C C"]
+    out: Float[Array, "T G R C V"]
 
 
 def compute_decays(tokens: Tokens) -> Decays:
@@ -110,63 +109,41 @@ def multiply(
     )
 
 
-def compute_inverse(tokens: Tokens, decays: Decays, dtype: jnp.dtype) -> Array:
-    """(I + N)^-1, N_ij the part of token j in what token i finds already stored. [T, G, R, C, C]"""
-    return invert(_compute_system(tokens, decays, dtype))
+def compute_map(tokens: Tokens, inverse: Array | None, dtype: jnp.dtype) -> tuple[ChunkMap, Array]:
+    """The map of a chunk, in the compute dtype, and the inverse.
 
-
-def _compute_system(tokens: Tokens, decays: Decays, dtype: jnp.dtype) -> Array:
-    products = multiply("...ik,...jk->...ij", tokens.k, tokens.k, dtype=dtype)[:, :, None]
-    return jnp.tril(tokens.beta[..., None] * products * decays.between_ij, -1)
-
-
-def compute_update(tokens: Tokens, decays: Decays, inverse: Array, dtype: jnp.dtype) -> Update:
-    """Update of any state. Args: inverse: result of `compute_inverse`, which is not computed again;
-    gradients pass through the system that it is the inverse of."""
-    inverse = _as_inverse_of(_compute_system(tokens, decays, dtype), inverse)
-    k = tokens.k[:, :, None]
-    product = functools.partial(multiply, "...ij,...jx->...ix", inverse, dtype=dtype)
-    return Update(
-        u=product(tokens.beta[..., None] * tokens.v),
-        w=product((tokens.beta * decays.from_state_i)[..., None] * k, out=dtype),
-        k=(decays.to_state_i[..., None] * k).astype(dtype),
-        decay=decays.state,
-    )
-
-
-def compute_readout(tokens: Tokens, decays: Decays, dtype: jnp.dtype) -> Readout:
-    products = multiply("...ik,...jk->...ij", tokens.q, tokens.k, dtype=dtype)[:, :, None]
-    return Readout(
-        q=(decays.from_state_i[..., None] * tokens.q[:, :, None]).astype(dtype),
-        a_ij=(products * decays.between_ij).astype(dtype),
-    )
-
-
-def update_state(x: Array, update: Update, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """The outgoing state, and what the chunk's tokens add: `New`."""
-    new = update.u - multiply("...ck,...kv->...cv", update.w, x, dtype=dtype)
-    added = multiply("...ck,...cv->...kv", update.k, new, dtype=dtype)
-    return update.decay[..., None, None] * x + added, new
-
-
-def run(
-    tokens: Tokens, x: Float32[Array, "T G R K V"], inverse: Array, dtype: jnp.dtype
-) -> tuple[Float32[Array, "T G R C V"], Float32[Array, "T G R K V"]]:
-    """Output and outgoing state of a chunk."""
+    Args: inverse: of an earlier call, which is not computed again; gradients pass through the
+        system that it is the inverse of.
+    """
     decays = compute_decays(tokens)
-    readout = compute_readout(tokens, decays, dtype)
-    after, new = update_state(x, compute_update(tokens, decays, inverse, dtype), dtype)
-    out = multiply("...ck,...kv->...cv", readout.q, x, dtype=dtype)
-    return out + multiply("...ij,...jv->...iv", readout.a_ij, new, dtype=dtype), after
+    product = functools.partial(multiply, dtype=dtype)
+    products = product("...ik,...jk->...ij", tokens.k, tokens.k)[:, :, None]
+    system = jnp.tril(tokens.beta[..., None] * products * decays.between_ij, -1)
+    inverse = invert(system).astype(dtype) if inverse is None else _as_inverse_of(system, inverse)
+    k = tokens.k[:, :, None]
+    solve = functools.partial(product, "...ij,...jx->...ix", inverse, out=dtype)
+    u = solve(tokens.beta[..., None] * tokens.v)
+    w = solve((tokens.beta * decays.from_state_i)[..., None] * k)
+    k_to_state = decays.to_state_i[..., None] * k
+    products = product("...ik,...jk->...ij", tokens.q, tokens.k)[:, :, None]
+    a_ij = products * decays.between_ij
+    q = decays.from_state_i[..., None] * tokens.q[:, :, None]
+    chunk_map = ChunkMap(
+        decay=decays.state,
+        d=-product("...ck,...cl->...kl", k_to_state, w, out=dtype),
+        u=product("...ck,...cv->...kv", k_to_state, u, out=dtype),
+        q=(q - product("...ij,...jk->...ik", a_ij, w)).astype(dtype),
+        out=product("...ij,...jv->...iv", a_ij, u, out=dtype),
+    )
+    return chunk_map, inverse
 
 
-def pull_state(dx: Array, dout: Array, update: Update, readout: Readout, dtype: jnp.dtype) -> Array:
-    """Gradient of the incoming state, from those of the outgoing state and the output."""
-    dnew = multiply("...ij,...iv->...jv", readout.a_ij, dout, dtype=dtype)
-    dnew += multiply("...ck,...kv->...cv", update.k, dx, dtype=dtype)
-    read = multiply("...ck,...cv->...kv", readout.q, dout, dtype=dtype)
-    stored = multiply("...ck,...cv->...kv", update.w, dnew, dtype=dtype)
-    return update.decay[..., None, None] * dx + read - stored
+def update_state(
+    x: Float32[Array, "T G R K V"], decay: Array, d: Array, u: Array, dtype: jnp.dtype
+) -> Float32[Array, "T G R K V"]:
+    """The state that leaves a chunk: see `ChunkMap`."""
+    x = decay[..., None, None] * x + multiply("...kl,...lv->...kv", d, x, dtype=dtype)
+    return x + u.astype(jnp.float32)
 
 
 def invert(n_ij: Float32[Array, "... C C"]) -> Float32[Array, "... C C"]:

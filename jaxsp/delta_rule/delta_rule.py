@@ -1,41 +1,39 @@
 """The gated delta rule on rows that devices share: see `compute`.
 
-A device's tokens are P sections of S chunks. Chunks of a section follow one another; sections are
-independent until `stitching` joins them, so that `together` of them are computed at a time.
+A device's tokens are N chunks, P sections of S chunks. Sections are independent until `stitching`
+joins them.
 
-    forward     1  the map of states by each section
+    forward     1  the map of each chunk, and from them that of each section
                    stitch: the state that enters each section
-                2  outputs
-    backward    3  the same for gradients of states
-                   stitch: the gradient of the state that leaves each section
-                4  states of all chunks, then gradients from the last chunk to the first
+                2  the state that enters each chunk; outputs
+    backward    3  the same for gradients of states, from the last chunk to the first
+                4  gradients of the maps of chunks, and of what they were computed from
 
-JAX's own backward pass would differentiate pass 1 too, and keep the states of all chunks.
+What states pass through is one product for each chunk of a section, of all sections at once. JAX's
+own backward pass would keep float32 numbers of all chunks.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from jaxsp.delta_rule import chunk, stitching
-from jaxsp.delta_rule.chunk import Tokens
+from jaxsp.delta_rule.chunk import ChunkMap, Tokens
 from jaxsp.delta_rule.spans import RowSpans
 from jaxsp.delta_rule.stitching import AffineMap
 
-CHUNK_TOKENS = 64
+CHUNK_TOKENS = 128
 
-SECTION_TOKENS = 1024
-"""Tokens of a section, if a span has as many."""
+SECTION_CHUNKS = 8
+"""Chunks of a section, if a span has as many."""
 
-MATRICES_AT_A_TIME = 512
-"""Heads times sections that are computed at a time: fewer leave a GPU idle, more only take
-memory."""
+MATRICES_AT_A_TIME = 2048
+"""Heads times chunks whose maps are computed at a time: more take memory."""
 
 _EPS = 1e-6
 """Added to the sum of squares that q and k are divided by the root of."""
@@ -51,51 +49,52 @@ class Sections:
     """Chunks of a section."""
     per_span: int
     """Sections of a span."""
-    together: int
-    """Sections that are computed at a time."""
+    at_a_time: int
+    """Chunks whose maps are computed at a time."""
 
     @classmethod
     def divide(cls, spans: RowSpans, *, num_heads: int) -> "Sections":
         """Divides spans into sections. Args: num_heads: value heads."""
-        num_chunks = max(1, min(SECTION_TOKENS, spans.span_tokens) // CHUNK_TOKENS)
-        per_span = math.ceil(spans.span_tokens / (num_chunks * CHUNK_TOKENS))
+        chunks = math.ceil(spans.span_tokens / CHUNK_TOKENS)
+        num_chunks = min(SECTION_CHUNKS, chunks)
+        per_span = math.ceil(chunks / num_chunks)
+        total = spans.count * per_span * num_chunks
         limit = max(1, MATRICES_AT_A_TIME // num_heads)
-        together = min(1 << (limit.bit_length() - 1), spans.count * per_span)
-        while spans.count * per_span % together:
-            per_span += 1  # of padding
         return cls(
             spans=spans,
             chunk_tokens=CHUNK_TOKENS,
             num_chunks=num_chunks,
             per_span=per_span,
-            together=together,
+            at_a_time=max(n for n in range(1, limit + 1) if total % n == 0),
         )
-
-    @property
-    def num_groups(self) -> int:
-        """Number of groups of sections that are computed at a time."""
-        return self.spans.count * self.per_span // self.together
 
     @property
     def padded_tokens(self) -> int:
         """Tokens of this device, with the padding of its spans."""
-        return self.num_groups * self.together * self.num_chunks * self.chunk_tokens
+        return self.spans.count * self.per_span * self.num_chunks * self.chunk_tokens
 
     def split(self, x: Array) -> Array:
-        """[l, ...] -> [groups, together, S, C, ...]. Padding is 0, which changes no state."""
+        """[l, ...] -> [groups, n, C, ...], n chunks at a time. Padding is 0, which changes no
+        state."""
         spans = self.spans
-        padded = self.per_span * self.num_chunks * self.chunk_tokens
+        padding = self.padded_tokens // spans.count - spans.span_tokens
         x = x.reshape(spans.count, spans.span_tokens, *x.shape[1:])
-        widths = [(0, 0), (0, padded - spans.span_tokens)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.pad(x, widths).reshape(
-            self.num_groups, self.together, self.num_chunks, self.chunk_tokens, *x.shape[2:]
-        )
+        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(-1, self.at_a_time, self.chunk_tokens, *x.shape[2:])
 
     def join(self, x: Array) -> Array:
         """The inverse of `split`."""
         spans = self.spans
-        x = x.reshape(spans.count, -1, *x.shape[4:])[:, : spans.span_tokens]
+        x = x.reshape(spans.count, -1, *x.shape[3:])[:, : spans.span_tokens]
         return x.reshape(spans.tokens_per_device, *x.shape[2:])
+
+    def by_section(self, x: Array) -> Array:
+        """[groups, n, ...] -> [S, P, ...]."""
+        return jnp.swapaxes(x.reshape(-1, self.num_chunks, *x.shape[2:]), 0, 1)
+
+    def by_group(self, x: Array) -> Array:
+        """The inverse of `by_section`."""
+        return jnp.swapaxes(x, 0, 1).reshape(-1, self.at_a_time, *x.shape[2:])
 
 
 def compute(
@@ -140,9 +139,21 @@ def compute_token(
 ) -> tuple[Float[Array, "B 1 H V"], Float32[Array, "B G R K V"]]:
     """Output of the next token of each row, and the state after it. Args: see `compute`."""
     tokens = _prepare(q, k, v, g, beta, jnp.zeros(q.shape[:2], bool))
-    inverse = jnp.ones((*tokens.g.shape, 1), v.dtype)
-    out, state = chunk.run(tokens, state, inverse, v.dtype)
-    return out.reshape(v.shape).astype(v.dtype), state
+    token_map, _ = chunk.compute_map(tokens, None, v.dtype)
+    out = _read(token_map.q, token_map.out, state, v.dtype)
+    return out.reshape(v.shape), chunk.update_state(state, *token_map[:3], v.dtype)
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass needs."""
+
+    inputs: tuple[Array, ...]
+    inverses: Float[Array, "groups n G R C C"]
+    maps: tuple[Array, Array, Array]
+    """`decay`, `d` and `q` of the maps of chunks."""
+    section_m: Float32[Array, "P G R K K"]
+    states: Float[Array, "groups n G R K V"]
+    """States that enter chunks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,165 +170,114 @@ class _Rule:
         sections = Sections.divide(spans, num_heads=v.shape[2])
         return cls(sections, num_key_heads=q.shape[2], dtype=v.dtype)
 
-    def run_forward(self, *inputs: Array) -> tuple[Array, tuple[Any, ...]]:
+    def run_forward(self, *inputs: Array) -> tuple[Array, _Residuals]:
         """Outputs, and what the backward pass needs."""
-        out, maps, states, inverses = self._run(inputs)
-        return out, (inputs, maps.m, states, inverses)
+        out, _, residuals = self._run(inputs)
+        return out, residuals
 
     def run_with_state(self, *inputs: Array) -> tuple[Array, Array]:
         """Outputs, and the state after the row's last token."""
-        out, maps, states, _ = self._run(inputs)
-        spans = self.sections.spans
-        after_spans = maps(states).reshape(spans.count, -1, *states.shape[1:])[:, -1]
-        return out, spans.take_last(after_spans)
+        out, state, _ = self._run(inputs)
+        return out, state
 
-    def _run(self, inputs: Sequence[Array]) -> tuple[Array, AffineMap, Array, Array]:
-        """Outputs, the map of each section, the states that enter them, and inverses."""
-        arrays = [self.sections.split(x) for x in inputs]
-        maps, inverses = self._map_sections(arrays)
-        states = stitching.stitch(maps, self.sections.spans)
-        out = self._compute_outputs(arrays, self._group(states), inverses)
-        return self.sections.join(out), maps, states, inverses
-
-    def run_backward(self, residuals: tuple[Any, ...], dout: Array) -> tuple[Array | None, ...]:
-        inputs, m, states, inverses = residuals
-        arrays = [self.sections.split(x) for x in inputs]
-        dout = self.sections.split(dout)
-        maps = AffineMap(jnp.swapaxes(m, -1, -2), self._pull_sections(arrays, dout, inverses))
-        dstates = stitching.stitch(maps, self.sections.spans, is_reversed=True)
-        gradients = self._differentiate(
-            arrays, dout, self._group(states), self._group(dstates), inverses
-        )
-        return (*(self.sections.join(x) for x in gradients), None)
-
-    def _group(self, x: Array) -> Array:
-        """[P, ...] -> [groups, together, ...]."""
-        return x.reshape(self.sections.num_groups, self.sections.together, *x.shape[1:])
-
-    def _tokens(self, arrays: Sequence[Array], group: Array, index: Array) -> Tokens:
-        """Chunk `index` of each section of a group."""
-        return _prepare(*(x[group, :, index] for x in arrays))
-
-    def _map_sections(self, arrays: Sequence[Array]) -> tuple[AffineMap, Array]:
-        """Pass 1: the map of each section, [P, ...], and the inverse of each chunk."""
+    def _run(self, inputs: tuple[Array, ...]) -> tuple[Array, Array, _Residuals]:
+        """Outputs, the state after the row's last token, and what the backward pass needs."""
         sections = self.sections
-        K = arrays[0].shape[-1]
-        V = arrays[2].shape[-1]
-        heads = (self.num_key_heads, arrays[2].shape[-2] // self.num_key_heads)
-        T = sections.together
-        C = sections.chunk_tokens
-        # U and M as one state [M | U]: the columns of M start as the identity, and nothing is
-        # added to them
-        start = jnp.concatenate([jnp.eye(K), jnp.zeros((K, V))], -1)
-        start = jnp.broadcast_to(start, (T, *heads, K, K + V))
-
-        def map_group(group: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-            def run_chunk(index: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-                x, inverses = done
-                tokens = self._tokens(arrays, group, index)
-                decays = chunk.compute_decays(tokens)
-                inverse = chunk.compute_inverse(tokens, decays, self.dtype)
-                update = chunk.compute_update(tokens, decays, inverse, self.dtype)
-                update = update._replace(u=_pad_front(update.u, K))
-                inverses = _write(inverses, inverse, group, index)
-                return chunk.update_state(x, update, self.dtype)[0], inverses
-
-            maps, inverses = done
-            x, inverses = jax.lax.fori_loop(0, sections.num_chunks, run_chunk, (start, inverses))
-            return _write(maps, x, group), inverses
-
-        empty = (
-            jnp.zeros((sections.num_groups, *start.shape), jnp.float32),
-            jnp.zeros((sections.num_groups, sections.num_chunks, T, *heads, C, C), self.dtype),
+        arrays = [sections.split(x) for x in inputs]
+        maps, inverses = jax.lax.map(
+            lambda group: chunk.compute_map(_prepare(*group), None, self.dtype), arrays
         )
-        maps, inverses = jax.lax.fori_loop(0, sections.num_groups, map_group, empty)
-        maps = maps.reshape(-1, *maps.shape[2:])
-        return AffineMap(maps[..., :K], maps[..., K:]), inverses
+        decay, d, u, *_ = map(sections.by_section, maps)
+        K, V = u.shape[-2:]
+        # M and U as one state [M | U]: the columns of M start as the identity, and nothing is
+        # added to them
+        start = jnp.broadcast_to(jnp.eye(K, K + V), (*u.shape[1:-1], K + V))
+        add_chunk = lambda x, of_chunk: (
+            chunk.update_state(x, *of_chunk[:2], _pad_front(of_chunk[2], K), self.dtype),
+            None,
+        )
+        of_sections, _ = jax.lax.scan(add_chunk, start, (decay, d, u))
+        section_maps = AffineMap(of_sections[..., :K], of_sections[..., K:])
+        states, after = self._pass_states(section_maps, decay, d, u)
+        out = jax.lax.map(
+            lambda group: _join_heads(_read(*group, self.dtype)), (maps.q, maps.out, states)
+        )
+        residuals = _Residuals(
+            inputs=inputs,
+            inverses=inverses,
+            maps=(maps.decay, maps.d, maps.q),
+            section_m=section_maps.m,
+            states=states,
+        )
+        return sections.join(out), after, residuals
 
-    def _compute_outputs(self, arrays: Sequence[Array], states: Array, inverses: Array) -> Array:
-        """Pass 2: outputs [groups, together, S, C, H, V]."""
+    def _pass_states(
+        self, maps: AffineMap, decay: Array, d: Array, u: Array, *, is_reversed: bool = False
+    ) -> tuple[Array, Array]:
+        """States that enter chunks, [groups, n, ...], and the one after the row's last.
 
-        def run_group(group: Array, out: Array) -> Array:
-            def run_chunk(index: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-                x, out = done
-                tokens = self._tokens(arrays, group, index)
-                chunk_out, x = chunk.run(tokens, x, inverses[group, index], self.dtype)
-                heads = jnp.moveaxis(chunk_out, -2, 1)
-                heads = heads.reshape(*heads.shape[:2], -1, heads.shape[-1])
-                return x, _write_chunk(out, heads, group, index)
+        Args:
+            maps: of sections.
+            decay, d, u: of chunks, [S, P, ...].
+            is_reversed: gradients of states, from the last chunk to the first.
+        """
+        spans = self.sections.spans
+        states = stitching.stitch(maps, spans, is_reversed=is_reversed)
 
-            return jax.lax.fori_loop(0, self.sections.num_chunks, run_chunk, (states[group], out))[
-                1
-            ]
+        def step(x: Array, of_chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+            return chunk.update_state(x, *of_chunk, self.dtype), x.astype(self.dtype)
 
-        out = jnp.zeros(arrays[2].shape, arrays[2].dtype)
-        return jax.lax.fori_loop(0, self.sections.num_groups, run_group, out)
+        last, entering = jax.lax.scan(step, states, (decay, d, u), reverse=is_reversed)
+        if is_reversed:
+            return self.sections.by_group(entering), last
+        after = last.reshape(spans.count, -1, *last.shape[1:])[:, -1]
+        return self.sections.by_group(entering), spans.take_last(after)
 
-    def _pull_sections(self, arrays: Sequence[Array], dout: Array, inverses: Array) -> Array:
-        """Pass 3: gradient of the state that enters each section if that of the state that leaves
-        it is 0. [P, ...]"""
-        count = self.sections.num_chunks
+    def run_backward(self, residuals: _Residuals, dout: Array) -> tuple[Array | None, ...]:
+        sections = self.sections
+        arrays = [sections.split(x) for x in residuals.inputs]
+        decay, d, q = residuals.maps
+        read = functools.partial(chunk.multiply, "...ck,...cv->...kv", dtype=self.dtype)
+        split_heads = lambda x: _split_values(x, self.num_key_heads)
+        douts = sections.split(dout)
+        du = jax.lax.map(
+            lambda group: read(group[0], split_heads(group[1]), out=self.dtype), (q, douts)
+        )
+        transposed = [sections.by_section(x) for x in (decay, jnp.swapaxes(d, -1, -2), du)]
+        add_chunk = lambda x, of_chunk: (chunk.update_state(x, *of_chunk, self.dtype), None)
+        start = jnp.zeros(transposed[2].shape[1:], jnp.float32)
+        of_sections, _ = jax.lax.scan(add_chunk, start, transposed, reverse=True)
+        section_maps = AffineMap(jnp.swapaxes(residuals.section_m, -1, -2), of_sections)
+        dstates, _ = self._pass_states(section_maps, *transposed, is_reversed=True)
 
-        def pull_group(group: Array) -> Array:
-            def pull_chunk(i: Array, dx: Array) -> Array:
-                index = count - 1 - i
-                tokens = self._tokens(arrays, group, index)
-                decays = chunk.compute_decays(tokens)
-                update = chunk.compute_update(tokens, decays, inverses[group, index], self.dtype)
-                readout = chunk.compute_readout(tokens, decays, self.dtype)
-                chunk_dout = _split_values(dout[group, :, index], self.num_key_heads)
-                return chunk.pull_state(dx, chunk_dout, update, readout, self.dtype)
+        def pull(group: tuple[Array, ...]) -> list[Array]:
+            *floats, is_first, inverse, x, dx, dout = group
 
-            state = (arrays[0].shape[-1], dout.shape[-1])
-            shape = (self.sections.together, *inverses.shape[3:5], *state)
-            return jax.lax.fori_loop(0, count, pull_chunk, jnp.zeros(shape, jnp.float32))
+            def compute(*floats: Array) -> ChunkMap:
+                return chunk.compute_map(_prepare(*floats, is_first), inverse, self.dtype)[0]
 
-        pulled = jax.lax.map(pull_group, jnp.arange(self.sections.num_groups))
-        return pulled.reshape(-1, *pulled.shape[2:])
+            _, pull = jax.vjp(compute, *floats)
+            dout = split_heads(dout)
+            product = functools.partial(chunk.multiply, dtype=self.dtype, out=self.dtype)
+            dmap = ChunkMap(
+                decay=jnp.sum(dx.astype(jnp.float32) * x.astype(jnp.float32), (-2, -1)),
+                d=product("...kv,...lv->...kl", dx, x),
+                u=dx,
+                q=product("...cv,...kv->...ck", dout, x),
+                out=dout.astype(self.dtype),
+            )
+            return list(pull(dmap))
 
-    def _differentiate(
-        self,
-        arrays: Sequence[Array],
-        dout: Array,
-        states: Array,
-        dstates: Array,
-        inverses: Array,
-    ) -> list[Array]:
-        """Pass 4: gradients of q, k, v, g and beta. Args: dstates: of the states that leave."""
-        count = self.sections.num_chunks
-        *floats, is_first = arrays
+        gradients = jax.lax.map(
+            pull, (*arrays, residuals.inverses, residuals.states, dstates, douts)
+        )
+        return (*(sections.join(x) for x in gradients), None)
 
-        def run_group(group: Array, gradients: list[Array]) -> list[Array]:
-            def keep_state(index: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-                x, kept = done
-                tokens = self._tokens(arrays, group, index)
-                decays = chunk.compute_decays(tokens)
-                update = chunk.compute_update(tokens, decays, inverses[group, index], self.dtype)
-                return chunk.update_state(x, update, self.dtype)[0], _write(kept, x, index)
 
-            def pull_chunk(i: Array, done: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-                dx, gradients = done
-                index = count - 1 - i
-
-                def run(
-                    x: Array, q: Array, k: Array, v: Array, g: Array, beta: Array
-                ) -> tuple[Array, Array]:
-                    tokens = _prepare(q, k, v, g, beta, is_first[group, :, index])
-                    return chunk.run(tokens, x, inverses[group, index], self.dtype)
-
-                _, pull = jax.vjp(run, kept[index], *(x[group, :, index] for x in floats))
-                dx, *new = pull((_split_values(dout[group, :, index], self.num_key_heads), dx))
-                write: Callable[[Array, Array], Array] = functools.partial(
-                    _write_chunk, group=group, index=index
-                )
-                return dx, list(map(write, gradients, new))
-
-            kept = jnp.zeros((count, *states.shape[1:]), jnp.float32)
-            _, kept = jax.lax.fori_loop(0, count, keep_state, (states[group], kept))
-            return jax.lax.fori_loop(0, count, pull_chunk, (dstates[group], gradients))[1]
-
-        zeros = [jnp.zeros_like(x) for x in floats]
-        return jax.lax.fori_loop(0, self.sections.num_groups, run_group, zeros)
+def _read(q: Array, out: Array, x: Array, dtype: Any) -> Float[Array, "T G R C V"]:
+    """Outputs of chunks with incoming states x: see `ChunkMap`."""
+    read = chunk.multiply("...ck,...kv->...cv", q, x, dtype=dtype)
+    return (read + out.astype(jnp.float32)).astype(dtype)
 
 
 def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array) -> Tokens:
@@ -346,6 +306,12 @@ def _split_values(x: Array, num_key_heads: int) -> Array:
     return jnp.moveaxis(heads, 1, -2)
 
 
+def _join_heads(x: Array) -> Array:
+    """[T, G, R, C, V] -> [T, C, H, V]."""
+    heads = jnp.moveaxis(x, -2, 1)
+    return heads.reshape(*heads.shape[:2], -1, heads.shape[-1])
+
+
 def normalize(x: Array) -> Array:
     """x over the root of its sum of squares, float32."""
     x = x.astype(jnp.float32)
@@ -355,15 +321,3 @@ def normalize(x: Array) -> Array:
 def _pad_front(x: Array, size: int) -> Array:
     """Zeros before the last dim."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(size, 0)])
-
-
-def _write(whole: Array, part: Array, *indices: Array) -> Array:
-    """Replaces the part at these indices of the first dims."""
-    part = part.astype(whole.dtype)[(None,) * len(indices)]
-    return jax.lax.dynamic_update_slice(whole, part, (*indices, *(0,) * (part.ndim - len(indices))))
-
-
-def _write_chunk(whole: Array, part: Array, group: Array, index: Array) -> Array:
-    """Replaces chunk `index` of each section of a group: [T, ...] of [groups, T, S, ...]."""
-    part = part.astype(whole.dtype)[None, :, None]
-    return jax.lax.dynamic_update_slice(whole, part, (group, 0, index, *(0,) * (whole.ndim - 3)))

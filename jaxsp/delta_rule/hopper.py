@@ -84,9 +84,7 @@ class _Sections:
     def divide(cls, spans: RowSpans, max_chunks: int) -> "_Sections":
         chunks = math.ceil(spans.span_tokens / jla.CHUNK)
         per_span = math.ceil(chunks / max_chunks)
-        return cls(
-            spans=spans, per_span=per_span, tokens=math.ceil(chunks / per_span) * jla.CHUNK
-        )
+        return cls(spans=spans, per_span=per_span, tokens=math.ceil(chunks / per_span) * jla.CHUNK)
 
     def split(self, x: Array) -> Array:
         """[B, l, ...] -> [P, t, ...]. Padding is 0, which changes no state."""
@@ -132,14 +130,31 @@ class _Sections:
         m = states = None
         if not self._is_whole_row:
             _, maps = state_passes.state_fwd_wy(
-                k, v, inverse, decay, beta, None, store_states=False, out_final=True, aug=True,
+                k,
+                v,
+                inverse,
+                decay,
+                beta,
+                None,
+                store_states=False,
+                out_final=True,
+                aug=True,
                 seg=runs,
             )
             m = _transpose(maps[:, :, :K])
             states = self._stitch(m, _transpose(maps[:, :, K:]))
         out, _ = fused_fwd_wy(
-            q, k, v, inverse, decay, beta, states, scale=K**-0.5, out_final=False,
-            out_dtype=v.dtype, seg=runs,
+            q,
+            k,
+            v,
+            inverse,
+            decay,
+            beta,
+            states,
+            scale=K**-0.5,
+            out_final=False,
+            out_dtype=v.dtype,
+            seg=runs,
         )
         return out, (q, k, v, decay, beta, runs, inverse, m, states)
 

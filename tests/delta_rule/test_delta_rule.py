@@ -49,8 +49,8 @@ def small_sections():
     """Several groups of several sections of several chunks, and sections with padding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta_rule, "CHUNK_TOKENS", 8)
-        patch.setattr(delta_rule, "SECTION_TOKENS", 16)
-        patch.setattr(delta_rule, "MATRICES_AT_A_TIME", 2 * H)
+        patch.setattr(delta_rule, "SECTION_CHUNKS", 2)
+        patch.setattr(delta_rule, "MATRICES_AT_A_TIME", 8 * H)
         yield
 
 
