@@ -11,7 +11,7 @@ and is 0 before the first token of a segment. For a chunk of C tokens with incom
 where U, W, Q, A, K and decay do not depend on X. All that does not is computed for many chunks at
 once, so that one chunk after the other needs one product:
 
-    X' = decay X + (-K^T W) X + K^T U;    out = (Q - A W) X + A U
+    X' = decay X - (K^T W) X + K^T U;    out = (Q - A W) X + A U
 
 Decays between two tokens of different segments are exact zeros, so nothing leaks.
 
@@ -37,9 +37,9 @@ _INVERTED_BLOCK = 16
 class Tokens(NamedTuple):
     """Tokens of a chunk. q and k are normalized, and q is scaled."""
 
-    q: Float32[Array, "T G C K"]
-    k: Float32[Array, "T G C K"]
-    v: Float32[Array, "T G R C V"]
+    q: Float[Array, "T G C K"]
+    k: Float[Array, "T G C K"]
+    v: Float[Array, "T G R C V"]
     g: Float32[Array, "T G R C"]
     """Logarithm of the decay, at most 0."""
     beta: Float32[Array, "T G R C"]
@@ -61,7 +61,7 @@ class Decays:
 
 
 class ChunkMap(NamedTuple):
-    """What a chunk does to any incoming state X: it becomes decay X + d X + u, and the chunk's
+    """What a chunk does to any incoming state X: it becomes decay X - d X + u, and the chunk's
     output is q X + out."""
 
     decay: Float32[Array, "T G R"]
@@ -79,11 +79,11 @@ def compute_decays(tokens: Tokens) -> Decays:
     """
     C = tokens.g.shape[-1]
     index = np.arange(C)
-    is_between_jim = (index[:, None, None] < index) & (index <= index[None, :, None])
+    is_between_ijm = (index[None, :, None] < index) & (index <= index[:, None, None])
     sums_ij = jnp.einsum(
-        "...m,jim->...ij",
+        "...m,ijm->...ij",
         tokens.g,
-        jnp.asarray(is_between_jim, jnp.float32),
+        jnp.asarray(is_between_ijm, jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
     from_start_i = jnp.cumsum(tokens.g, axis=-1)
@@ -117,33 +117,37 @@ def compute_map(tokens: Tokens, inverse: Array | None, dtype: jnp.dtype) -> tupl
     """
     decays = compute_decays(tokens)
     product = functools.partial(multiply, dtype=dtype)
-    products = product("...ik,...jk->...ij", tokens.k, tokens.k)[:, :, None]
-    system = jnp.tril(tokens.beta[..., None] * products * decays.between_ij, -1)
-    inverse = invert(system).astype(dtype) if inverse is None else _as_inverse_of(system, inverse)
     k = tokens.k[:, :, None]
+    k_products = product("...ik,...jk->...ij", k, k)
+    system = jnp.tril(tokens.beta[..., None] * k_products * decays.between_ij, -1)
+    inverse = invert(system).astype(dtype) if inverse is None else _as_inverse_of(system, inverse)
     solve = functools.partial(product, "...ij,...jx->...ix", inverse, out=dtype)
-    u = solve(tokens.beta[..., None] * tokens.v)
-    w = solve((tokens.beta * decays.from_state_i)[..., None] * k)
-    k_to_state = decays.to_state_i[..., None] * k
-    products = product("...ik,...jk->...ij", tokens.q, tokens.k)[:, :, None]
-    a_ij = products * decays.between_ij
-    q = decays.from_state_i[..., None] * tokens.q[:, :, None]
+    u = solve(_weigh(tokens.beta, tokens.v))
+    w = solve(_weigh(tokens.beta * decays.from_state_i, k))
+    k_to_state = _weigh(decays.to_state_i, k)
+    q = tokens.q[:, :, None]
+    a_ij = (product("...ik,...jk->...ij", q, k) * decays.between_ij).astype(dtype)
+    corrections = product("...ij,...jk->...ik", a_ij, w, out=dtype)
     chunk_map = ChunkMap(
         decay=decays.state,
-        d=-product("...ck,...cl->...kl", k_to_state, w, out=dtype),
+        d=product("...ck,...cl->...kl", k_to_state, w, out=dtype),
         u=product("...ck,...cv->...kv", k_to_state, u, out=dtype),
-        q=(q - product("...ij,...jk->...ik", a_ij, w)).astype(dtype),
+        q=(_weigh(decays.from_state_i, q) - corrections.astype(jnp.float32)).astype(dtype),
         out=product("...ij,...jv->...iv", a_ij, u, out=dtype),
     )
     return chunk_map, inverse
+
+
+def _weigh(weights: Float32[Array, "... C"], x: Float[Array, "... C X"]) -> Array:
+    return weights[..., None] * x.astype(jnp.float32)
 
 
 def update_state(
     x: Float32[Array, "T G R K V"], decay: Array, d: Array, u: Array, dtype: jnp.dtype
 ) -> Float32[Array, "T G R K V"]:
     """The state that leaves a chunk: see `ChunkMap`."""
-    x = decay[..., None, None] * x + multiply("...kl,...lv->...kv", d, x, dtype=dtype)
-    return x + u.astype(jnp.float32)
+    stored = multiply("...kl,...lv->...kv", d, x, dtype=dtype)
+    return decay[..., None, None] * x - stored + u.astype(jnp.float32)
 
 
 def invert(n_ij: Float32[Array, "... C C"]) -> Float32[Array, "... C C"]:
@@ -192,8 +196,9 @@ def _as_inverse_of(n_ij: Array, inverse: Array) -> Array:
 
 
 def _pull_inverse(inverse: Array, dinverse: Array) -> tuple[Array, None]:
-    transposed = jnp.swapaxes(inverse.astype(jnp.float32), -1, -2)
-    return -jnp.tril(transposed @ (dinverse.astype(jnp.float32) @ transposed), -1), None
+    product = functools.partial(multiply, dtype=inverse.dtype)
+    left = product("...ji,...jk->...ik", inverse, dinverse, out=inverse.dtype)
+    return -jnp.tril(product("...ij,...kj->...ik", left, inverse), -1), None
 
 
 _as_inverse_of.defvjp(lambda _, inverse: (inverse, inverse), _pull_inverse)

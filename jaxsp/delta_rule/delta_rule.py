@@ -29,10 +29,10 @@ from jaxsp.delta_rule.stitching import AffineMap
 
 CHUNK_TOKENS = 128
 
-SECTION_CHUNKS = 8
+SECTION_CHUNKS = 16
 """Chunks of a section, if a span has as many."""
 
-MATRICES_AT_A_TIME = 2048
+MATRICES_AT_A_TIME = 4096
 """Heads times chunks whose maps are computed at a time: more take memory."""
 
 _EPS = 1e-6
@@ -261,7 +261,7 @@ class _Rule:
             product = functools.partial(chunk.multiply, dtype=self.dtype, out=self.dtype)
             dmap = ChunkMap(
                 decay=jnp.sum(dx.astype(jnp.float32) * x.astype(jnp.float32), (-2, -1)),
-                d=product("...kv,...lv->...kl", dx, x),
+                d=product("...kv,...lv->...kl", -dx, x),
                 u=dx,
                 q=product("...cv,...kv->...ck", dout, x),
                 out=dout.astype(self.dtype),
@@ -283,10 +283,10 @@ def _read(q: Array, out: Array, x: Array, dtype: Any) -> Float[Array, "T G R C V
 def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array) -> Tokens:
     """Tokens [T, C, heads, ...] as heads [T, heads, C, ...], q and k normalized."""
     num_key_heads, K = q.shape[-2:]
-    by_head = lambda x: jnp.moveaxis(normalize(x), -3, -2)
+    by_head = lambda x, scale: jnp.moveaxis((normalize(x) * scale).astype(v.dtype), -3, -2)
     return Tokens(
-        q=by_head(q) * K**-0.5,
-        k=by_head(k),
+        q=by_head(q, K**-0.5),
+        k=by_head(k, 1.0),
         v=_split_values(v, num_key_heads),
         g=_split_heads(g, num_key_heads),
         beta=_split_heads(beta, num_key_heads),
@@ -300,9 +300,9 @@ def _split_heads(x: Array, num_key_heads: int) -> Array:
 
 
 def _split_values(x: Array, num_key_heads: int) -> Array:
-    """[T, C, H, V] -> [T, G, R, C, V], float32."""
+    """[T, C, H, V] -> [T, G, R, C, V]."""
     T, C, _, V = x.shape
-    heads = x.astype(jnp.float32).reshape(T, C, num_key_heads, -1, V)
+    heads = x.reshape(T, C, num_key_heads, -1, V)
     return jnp.moveaxis(heads, 1, -2)
 
 
