@@ -143,10 +143,17 @@ def _weigh(weights: Float32[Array, "... C"], x: Float[Array, "... C X"]) -> Arra
 
 
 def update_state(
-    x: Float32[Array, "T G R K V"], decay: Array, d: Array, u: Array, dtype: jnp.dtype
+    x: Float32[Array, "T G R K V"],
+    decay: Array,
+    d: Array,
+    u: Array,
+    dtype: jnp.dtype,
+    *,
+    is_reversed: bool = False,
 ) -> Float32[Array, "T G R K V"]:
-    """The state that leaves a chunk: see `ChunkMap`."""
-    stored = multiply("...kl,...lv->...kv", d, x, dtype=dtype)
+    """The state that leaves a chunk: see `ChunkMap`. Args: is_reversed: d is to be transposed."""
+    spec = "...lk,...lv->...kv" if is_reversed else "...kl,...lv->...kv"
+    stored = multiply(spec, d, x, dtype=dtype)
     return decay[..., None, None] * x - stored + u.astype(jnp.float32)
 
 

@@ -69,9 +69,14 @@ class Sections:
         )
 
     @property
+    def count(self) -> int:
+        """Sections of this device."""
+        return self.spans.count * self.per_span
+
+    @property
     def padded_tokens(self) -> int:
         """Tokens of this device, with the padding of its spans."""
-        return self.spans.count * self.per_span * self.num_chunks * self.chunk_tokens
+        return self.count * self.num_chunks * self.chunk_tokens
 
     def split(self, x: Array) -> Array:
         """[l, ...] -> [groups, n, C, ...], n chunks at a time. Padding is 0, which changes no
@@ -87,14 +92,6 @@ class Sections:
         spans = self.spans
         x = x.reshape(spans.count, -1, *x.shape[3:])[:, : spans.span_tokens]
         return x.reshape(spans.tokens_per_device, *x.shape[2:])
-
-    def by_section(self, x: Array) -> Array:
-        """[groups, n, ...] -> [S, P, ...]."""
-        return jnp.swapaxes(x.reshape(-1, self.num_chunks, *x.shape[2:]), 0, 1)
-
-    def by_group(self, x: Array) -> Array:
-        """The inverse of `by_section`."""
-        return jnp.swapaxes(x, 0, 1).reshape(-1, self.at_a_time, *x.shape[2:])
 
 
 def compute(
@@ -177,28 +174,25 @@ class _Rule:
 
     def run_with_state(self, *inputs: Array) -> tuple[Array, Array]:
         """Outputs, and the state after the row's last token."""
-        out, state, _ = self._run(inputs)
-        return out, state
+        out, last, _ = self._run(inputs)
+        spans = self.sections.spans
+        return out, spans.take_last(last.reshape(spans.count, -1, *last.shape[1:])[:, -1])
 
     def _run(self, inputs: tuple[Array, ...]) -> tuple[Array, Array, _Residuals]:
-        """Outputs, the state after the row's last token, and what the backward pass needs."""
+        """Outputs, the states that leave sections, and what the backward pass needs."""
         sections = self.sections
         arrays = [sections.split(x) for x in inputs]
         maps, inverses = jax.lax.map(
             lambda group: chunk.compute_map(_prepare(*group), None, self.dtype), arrays
         )
-        decay, d, u, *_ = map(sections.by_section, maps)
-        K, V = u.shape[-2:]
+        K, V = maps.u.shape[-2:]
         # M and U as one state [M | U]: the columns of M start as the identity, and nothing is
         # added to them
-        start = jnp.broadcast_to(jnp.eye(K, K + V), (*u.shape[1:-1], K + V))
-        add_chunk = lambda x, of_chunk: (
-            chunk.update_state(x, *of_chunk[:2], _pad_front(of_chunk[2], K), self.dtype),
-            None,
-        )
-        of_sections, _ = jax.lax.scan(add_chunk, start, (decay, d, u))
+        start = jnp.broadcast_to(jnp.eye(K, K + V), (sections.count, *maps.u.shape[2:-1], K + V))
+        of_sections, _ = self._pass_states(start, *maps[:3])
         section_maps = AffineMap(of_sections[..., :K], of_sections[..., K:])
-        states, after = self._pass_states(section_maps, decay, d, u)
+        entering = stitching.stitch(section_maps, sections.spans)
+        last, states = self._pass_states(entering, *maps[:3], keeps=True)
         out = jax.lax.map(
             lambda group: _join_heads(_read(*group, self.dtype)), (maps.q, maps.out, states)
         )
@@ -209,29 +203,43 @@ class _Rule:
             section_m=section_maps.m,
             states=states,
         )
-        return sections.join(out), after, residuals
+        return sections.join(out), last, residuals
 
     def _pass_states(
-        self, maps: AffineMap, decay: Array, d: Array, u: Array, *, is_reversed: bool = False
+        self,
+        x: Float32[Array, "P G R K X"],
+        decay: Array,
+        d: Array,
+        u: Array,
+        *,
+        is_reversed: bool = False,
+        keeps: bool = False,
     ) -> tuple[Array, Array]:
-        """States that enter chunks, [groups, n, ...], and the one after the row's last.
+        """States that leave sections, and those that enter chunks.
 
         Args:
-            maps: of sections.
-            decay, d, u: of chunks, [S, P, ...].
+            x: states that enter sections. Nothing is added to columns that u does not have.
+            decay, d, u: of the maps of chunks, [groups, n, ...].
             is_reversed: gradients of states, from the last chunk to the first.
+            keeps: whether to keep those that enter chunks, in the compute dtype.
         """
-        spans = self.sections.spans
-        states = stitching.stitch(maps, spans, is_reversed=is_reversed)
+        count = self.sections.num_chunks
+        by_section = lambda x: x.reshape(-1, count, *x.shape[2:])
+        maps = [by_section(x) for x in (decay, d, u)]
+        columns = x.shape[-1] - u.shape[-1]
 
-        def step(x: Array, of_chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-            return chunk.update_state(x, *of_chunk, self.dtype), x.astype(self.dtype)
+        def step(i: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+            x, kept = done
+            index = count - 1 - i if is_reversed else i
+            if keeps:
+                kept = jax.lax.dynamic_update_index_in_dim(kept, x.astype(self.dtype), index, 1)
+            decay, d, u = (jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False) for x in maps)
+            u = _pad_front(u, columns)
+            return chunk.update_state(x, decay, d, u, self.dtype, is_reversed=is_reversed), kept
 
-        last, entering = jax.lax.scan(step, states, (decay, d, u), reverse=is_reversed)
-        if is_reversed:
-            return self.sections.by_group(entering), last
-        after = last.reshape(spans.count, -1, *last.shape[1:])[:, -1]
-        return self.sections.by_group(entering), spans.take_last(after)
+        kept = jnp.zeros(maps[2].shape if keeps else (), self.dtype)
+        x, kept = jax.lax.fori_loop(0, count, step, (x, kept))
+        return x, kept.reshape(u.shape) if keeps else kept
 
     def run_backward(self, residuals: _Residuals, dout: Array) -> tuple[Array | None, ...]:
         sections = self.sections
@@ -243,12 +251,12 @@ class _Rule:
         du = jax.lax.map(
             lambda group: read(group[0], split_heads(group[1]), out=self.dtype), (q, douts)
         )
-        transposed = [sections.by_section(x) for x in (decay, jnp.swapaxes(d, -1, -2), du)]
-        add_chunk = lambda x, of_chunk: (chunk.update_state(x, *of_chunk, self.dtype), None)
-        start = jnp.zeros(transposed[2].shape[1:], jnp.float32)
-        of_sections, _ = jax.lax.scan(add_chunk, start, transposed, reverse=True)
+        start = jnp.zeros((sections.count, *du.shape[2:]), jnp.float32)
+        pass_gradients = functools.partial(self._pass_states, is_reversed=True)
+        of_sections, _ = pass_gradients(start, decay, d, du)
         section_maps = AffineMap(jnp.swapaxes(residuals.section_m, -1, -2), of_sections)
-        dstates, _ = self._pass_states(section_maps, *transposed, is_reversed=True)
+        leaving = stitching.stitch(section_maps, sections.spans, is_reversed=True)
+        _, dstates = pass_gradients(leaving, decay, d, du, keeps=True)
 
         def pull(group: tuple[Array, ...]) -> list[Array]:
             *floats, is_first, inverse, x, dx, dout = group
