@@ -37,8 +37,8 @@ _INVERTED_BLOCK = 16
 class Tokens(NamedTuple):
     """Tokens of a chunk. q and k are normalized, and q is scaled."""
 
-    q: Float[Array, "T G C K"]
-    k: Float[Array, "T G C K"]
+    q: Float32[Array, "T G C K"]
+    k: Float32[Array, "T G C K"]
     v: Float[Array, "T G R C V"]
     g: Float32[Array, "T G R C"]
     """Logarithm of the decay, at most 0."""
@@ -127,12 +127,12 @@ def compute_map(tokens: Tokens, inverse: Array | None, dtype: jnp.dtype) -> tupl
     k_to_state = _weigh(decays.to_state_i, k)
     q = tokens.q[:, :, None]
     a_ij = (product("...ik,...jk->...ij", q, k) * decays.between_ij).astype(dtype)
-    corrections = product("...ij,...jk->...ik", a_ij, w, out=dtype)
+    corrections = product("...ij,...jk->...ik", a_ij, w)
     chunk_map = ChunkMap(
         decay=decays.state,
         d=product("...ck,...cl->...kl", k_to_state, w, out=dtype),
         u=product("...ck,...cv->...kv", k_to_state, u, out=dtype),
-        q=(_weigh(decays.from_state_i, q) - corrections.astype(jnp.float32)).astype(dtype),
+        q=(_weigh(decays.from_state_i, q) - corrections).astype(dtype),
         out=product("...ij,...jv->...iv", a_ij, u, out=dtype),
     )
     return chunk_map, inverse
@@ -203,9 +203,8 @@ def _as_inverse_of(n_ij: Array, inverse: Array) -> Array:
 
 
 def _pull_inverse(inverse: Array, dinverse: Array) -> tuple[Array, None]:
-    product = functools.partial(multiply, dtype=inverse.dtype)
-    left = product("...ji,...jk->...ik", inverse, dinverse, out=inverse.dtype)
-    return -jnp.tril(product("...ij,...kj->...ik", left, inverse), -1), None
+    transposed = jnp.swapaxes(inverse.astype(jnp.float32), -1, -2)
+    return -jnp.tril(transposed @ (dinverse.astype(jnp.float32) @ transposed), -1), None
 
 
 _as_inverse_of.defvjp(lambda _, inverse: (inverse, inverse), _pull_inverse)

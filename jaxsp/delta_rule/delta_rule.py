@@ -32,8 +32,10 @@ CHUNK_TOKENS = 128
 SECTION_CHUNKS = 16
 """Chunks of a section, if a span has as many."""
 
-MATRICES_AT_A_TIME = 4096
-"""Heads times chunks whose maps are computed at a time: more take memory."""
+MATRICES_AT_ONCE = 4096
+MATRICES_AT_A_TIME = 1024
+"""Heads times chunks whose maps are computed at a time, unless all can be at once: a loop copies
+its arrays, and more at a time take memory."""
 
 _EPS = 1e-6
 """Added to the sum of squares that q and k are divided by the root of."""
@@ -60,6 +62,8 @@ class Sections:
         per_span = math.ceil(chunks / num_chunks)
         total = spans.count * per_span * num_chunks
         limit = max(1, MATRICES_AT_A_TIME // num_heads)
+        if total * num_heads <= MATRICES_AT_ONCE:
+            limit = total
         return cls(
             spans=spans,
             chunk_tokens=CHUNK_TOKENS,
@@ -291,10 +295,10 @@ def _read(q: Array, out: Array, x: Array, dtype: Any) -> Float[Array, "T G R C V
 def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array) -> Tokens:
     """Tokens [T, C, heads, ...] as heads [T, heads, C, ...], q and k normalized."""
     num_key_heads, K = q.shape[-2:]
-    by_head = lambda x, scale: jnp.moveaxis((normalize(x) * scale).astype(v.dtype), -3, -2)
+    by_head = lambda x: jnp.moveaxis(normalize(x), -3, -2)
     return Tokens(
-        q=by_head(q, K**-0.5),
-        k=by_head(k, 1.0),
+        q=by_head(q) * K**-0.5,
+        k=by_head(k),
         v=_split_values(v, num_key_heads),
         g=_split_heads(g, num_key_heads),
         beta=_split_heads(beta, num_key_heads),

@@ -50,6 +50,7 @@ def small_sections():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta_rule, "CHUNK_TOKENS", 8)
         patch.setattr(delta_rule, "SECTION_CHUNKS", 2)
+        patch.setattr(delta_rule, "MATRICES_AT_ONCE", 0)
         patch.setattr(delta_rule, "MATRICES_AT_A_TIME", 8 * H)
         yield
 
