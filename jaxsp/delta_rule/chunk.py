@@ -109,33 +109,32 @@ def multiply(
     )
 
 
-def compute_map(tokens: Tokens, inverse: Array | None, dtype: jnp.dtype) -> tuple[ChunkMap, Array]:
-    """The map of a chunk, in the compute dtype, and the inverse.
+def compute_map(tokens: Tokens, dtype: jnp.dtype) -> ChunkMap:
+    """The map of a chunk, in the compute dtype.
 
-    Args: inverse: of an earlier call, which is not computed again; gradients pass through the
-        system that it is the inverse of.
+    The system of equations is solved in float32: errors of keys that are alike grow with its
+    inverse.
     """
     decays = compute_decays(tokens)
     product = functools.partial(multiply, dtype=dtype)
     k = tokens.k[:, :, None]
     k_products = product("...ik,...jk->...ij", k, k)
     system = jnp.tril(tokens.beta[..., None] * k_products * decays.between_ij, -1)
-    inverse = invert(system).astype(dtype) if inverse is None else _as_inverse_of(system, inverse)
-    solve = functools.partial(product, "...ij,...jx->...ix", inverse, out=dtype)
-    u = solve(_weigh(tokens.beta, tokens.v))
-    w = solve(_weigh(tokens.beta * decays.from_state_i, k))
+    inverse = _invert(system)
+    solve = lambda weights, x: (inverse @ _weigh(weights, x)).astype(dtype)
+    u = solve(tokens.beta, tokens.v)
+    w = solve(tokens.beta * decays.from_state_i, k)
     k_to_state = _weigh(decays.to_state_i, k)
     q = tokens.q[:, :, None]
     a_ij = (product("...ik,...jk->...ij", q, k) * decays.between_ij).astype(dtype)
     corrections = product("...ij,...jk->...ik", a_ij, w)
-    chunk_map = ChunkMap(
+    return ChunkMap(
         decay=decays.state,
         d=product("...ck,...cl->...kl", k_to_state, w, out=dtype),
         u=product("...ck,...cv->...kv", k_to_state, u, out=dtype),
         q=(_weigh(decays.from_state_i, q) - corrections).astype(dtype),
         out=product("...ij,...jv->...iv", a_ij, u, out=dtype),
     )
-    return chunk_map, inverse
 
 
 def _weigh(weights: Float32[Array, "... C"], x: Float[Array, "... C X"]) -> Array:
@@ -196,15 +195,17 @@ def _invert_blocks(n_ij: Array) -> Array:
     return inverse
 
 
-@jax.custom_vjp
-def _as_inverse_of(n_ij: Array, inverse: Array) -> Array:
-    """`inverse`, as a function of the system that it was computed from."""
-    return inverse
+_invert = jax.custom_vjp(invert)
 
 
-def _pull_inverse(inverse: Array, dinverse: Array) -> tuple[Array, None]:
-    transposed = jnp.swapaxes(inverse.astype(jnp.float32), -1, -2)
-    return -jnp.tril(transposed @ (dinverse.astype(jnp.float32) @ transposed), -1), None
+def _keep_inverse(n_ij: Array) -> tuple[Array, Array]:
+    inverse = invert(n_ij)
+    return inverse, inverse
 
 
-_as_inverse_of.defvjp(lambda _, inverse: (inverse, inverse), _pull_inverse)
+def _pull_inverse(inverse: Array, dinverse: Array) -> tuple[Array]:
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (-jnp.tril(transposed @ (dinverse @ transposed), -1),)
+
+
+_invert.defvjp(_keep_inverse, _pull_inverse)

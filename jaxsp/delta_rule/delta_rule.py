@@ -140,7 +140,7 @@ def compute_token(
 ) -> tuple[Float[Array, "B 1 H V"], Float32[Array, "B G R K V"]]:
     """Output of the next token of each row, and the state after it. Args: see `compute`."""
     tokens = _prepare(q, k, v, g, beta, jnp.zeros(q.shape[:2], bool))
-    token_map, _ = chunk.compute_map(tokens, None, v.dtype)
+    token_map = chunk.compute_map(tokens, v.dtype)
     out = _read(token_map.q, token_map.out, state, v.dtype)
     return out.reshape(v.shape), chunk.update_state(state, *token_map[:3], v.dtype)
 
@@ -149,7 +149,6 @@ class _Residuals(NamedTuple):
     """What the backward pass needs."""
 
     inputs: tuple[Array, ...]
-    inverses: Float[Array, "groups n G R C C"]
     maps: tuple[Array, Array, Array]
     """`decay`, `d` and `q` of the maps of chunks."""
     section_m: Float32[Array, "P G R K K"]
@@ -186,9 +185,7 @@ class _Rule:
         """Outputs, the states that leave sections, and what the backward pass needs."""
         sections = self.sections
         arrays = [sections.split(x) for x in inputs]
-        maps, inverses = jax.lax.map(
-            lambda group: chunk.compute_map(_prepare(*group), None, self.dtype), arrays
-        )
+        maps = jax.lax.map(lambda group: chunk.compute_map(_prepare(*group), self.dtype), arrays)
         K, V = maps.u.shape[-2:]
         # M and U as one state [M | U]: the columns of M start as the identity, and nothing is
         # added to them
@@ -202,7 +199,6 @@ class _Rule:
         )
         residuals = _Residuals(
             inputs=inputs,
-            inverses=inverses,
             maps=(maps.decay, maps.d, maps.q),
             section_m=section_maps.m,
             states=states,
@@ -263,10 +259,10 @@ class _Rule:
         _, dstates = pass_gradients(leaving, decay, d, du, keeps=True)
 
         def pull(group: tuple[Array, ...]) -> list[Array]:
-            *floats, is_first, inverse, x, dx, dout = group
+            *floats, is_first, x, dx, dout = group
 
             def compute(*floats: Array) -> ChunkMap:
-                return chunk.compute_map(_prepare(*floats, is_first), inverse, self.dtype)[0]
+                return chunk.compute_map(_prepare(*floats, is_first), self.dtype)
 
             _, pull = jax.vjp(compute, *floats)
             dout = split_heads(dout)
@@ -280,9 +276,7 @@ class _Rule:
             )
             return list(pull(dmap))
 
-        gradients = jax.lax.map(
-            pull, (*arrays, residuals.inverses, residuals.states, dstates, douts)
-        )
+        gradients = jax.lax.map(pull, (*arrays, residuals.states, dstates, douts))
         return (*(sections.join(x) for x in gradients), None)
 
 
