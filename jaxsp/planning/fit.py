@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.attention.choice import AttentionChoice
+from jaxsp.attention.selection import AttentionChoice
 from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
 from jaxsp.planning import candidates, estimate, limits, memory_problems

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxsp.attention.choice import describe_choice
+from jaxsp.attention.selection import describe_choice
 from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
 from jaxsp.core.units import format_count
