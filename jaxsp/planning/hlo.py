@@ -34,8 +34,6 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "coll
 _UNSUPPORTED = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
 """Operations that jaxsp does not use; parsing one raises an error."""
 
-_BITS_BY_DTYPE = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
-
 _HOST_LAYOUT = ":S(5)"
 """Part of the layout of an array in host memory."""
 
@@ -235,9 +233,7 @@ def _find_closing_paren(line: str, begin: int) -> int:
 
 
 def _dtype_bits(dtype: str) -> int:
-    if dtype in _BITS_BY_DTYPE:
-        return _BITS_BY_DTYPE[dtype]
-    match = re.fullmatch(r"[suf](8|16|32|64)|f8e\w+()", dtype)
+    match = re.fullmatch(r"pred|(?:bf|[sufc])(8|16|32|64|128)(?:e\w+)?", dtype)
     if match is None:
         raise ValueError(f"an array of the program has the unknown dtype {dtype}")
     return int(match[1] or 8)
