@@ -205,15 +205,15 @@ def _choose_rows(
         check_division(1)
         spec = make(config.change(rows_per_microbatch=1))
         usable = limits.subtract_reserves(spec, memory).device
+        # The fastest memory options that may fit
+        possible = (
+            candidate
+            for candidate in list_candidates(spec)
+            if estimate.predict_bytes(candidate) <= MAX_PREDICTED_RATIO * usable
+        )
+        reference = next(possible, None)
     except UserError:  # reported later, with all others
         return 1
-    # The fastest memory options that may fit
-    possible = (
-        candidate
-        for candidate in list_candidates(spec)
-        if estimate.predict_bytes(candidate) <= MAX_PREDICTED_RATIO * usable
-    )
-    reference = next(possible, None)
     if reference is None or can_keep_more(spec, reference):
         return 1
     for number in range(config.rows_per_step, 1, -1):

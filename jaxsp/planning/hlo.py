@@ -159,6 +159,30 @@ class Program:
         """The instruction whose result is that of a computation."""
         return next(reversed(self.computations[computation].values()))
 
+    @functools.cached_property
+    def async_pairs(self) -> dict[str, tuple[int, int]]:
+        """Lines of the start and the end of each asynchronous computation, by its name.
+
+        jax 0.12 wraps collectives and host copies in such computations. If several pairs run one,
+        the closest pair counts.
+        """
+        pairs: dict[str, tuple[int, int]] = {}
+        for lines in self.computations.values():
+            starts: dict[str, Instruction] = {}
+            for line in lines.values():
+                start = starts.get(line.operand_names[-1]) if line.operand_names else None
+                if line.opcode == "async-start":
+                    starts[line.name] = line
+                elif line.opcode == "async-update" and start:
+                    starts[line.name] = start
+                elif line.opcode == "async-done" and start:
+                    (name,) = start.called_computations
+                    pair = start.line_number, line.line_number
+                    pairs[name] = min(
+                        pair, pairs.get(name, pair), key=lambda ends: ends[1] - ends[0]
+                    )
+        return pairs
+
 
 @functools.lru_cache(maxsize=2)
 def parse(text: str) -> Program:
@@ -357,28 +381,6 @@ def _find_constant(name: str, lines: Mapping[str, Instruction]) -> int | None:
     return int(line.operands) if is_integer else None
 
 
-def _find_async_pairs(program: Program) -> dict[str, tuple[int, int]]:
-    """Finds the lines of the start and the end of each asynchronous computation, by its name.
-
-    jax 0.12 wraps collectives and host copies in such computations. If several pairs run one, the
-    closest pair counts.
-    """
-    pairs: dict[str, tuple[int, int]] = {}
-    for lines in program.computations.values():
-        starts: dict[str, Instruction] = {}
-        for line in lines.values():
-            start = starts.get(line.operand_names[-1]) if line.operand_names else None
-            if line.opcode == "async-start":
-                starts[line.name] = line
-            elif line.opcode == "async-update" and start:
-                starts[line.name] = start
-            elif line.opcode == "async-done" and start:
-                (name,) = start.called_computations
-                pair = start.line_number, line.line_number
-                pairs[name] = min(pair, pairs.get(name, pair), key=lambda ends: ends[1] - ends[0])
-    return pairs
-
-
 # Collectives
 
 
@@ -422,7 +424,6 @@ def parse_collectives(text: str) -> list[Collective]:
     Raises: ValueError for a collective, or a loop around one, in an unknown form.
     """
     program = parse(text)
-    async_pairs = _find_async_pairs(program)
     starts: dict[Instruction, Instruction] = {}
     """Instruction that starts each collective, by the one that waits for it."""
     for lines in program.computations.values():
@@ -446,7 +447,7 @@ def parse_collectives(text: str) -> list[Collective]:
         for name in waiting:
             raise ValueError(f"{name} does not end in the same computation")
     return [
-        _read_collective(program, starts[line], line, num_runs, async_pairs)
+        _read_collective(program, starts[line], line, num_runs)
         for line, num_runs in count_runs(program, starts.__contains__)
     ]
 
@@ -472,11 +473,7 @@ def find_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]
 
 
 def _read_collective(
-    program: Program,
-    start: Instruction,
-    done: Instruction,
-    num_runs: int,
-    async_pairs: Mapping[str, tuple[int, int]],
+    program: Program, start: Instruction, done: Instruction, num_runs: int
 ) -> Collective:
     is_ring = True
     operation = done.operation
@@ -499,7 +496,7 @@ def _read_collective(
         sizes[dtype] += _dtype_bits(dtype) * math.prod(dims) // 8
     if not sizes:
         raise ValueError(f"{start.name} has an unknown shape: {done.shape}")
-    begin, end = async_pairs.get(start.computation, (start.line_number, done.line_number))
+    begin, end = program.async_pairs.get(start.computation, (start.line_number, done.line_number))
     return Collective(
         operation=operation,
         op_name=start.op_name,
@@ -606,7 +603,6 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
     Raises: ValueError for a loop around a kernel with an unknown trip count.
     """
     program = parse(text)
-    async_pairs = _find_async_pairs(program)
 
     def is_kernel(line: Instruction) -> bool:
         if line.opcode == "custom-call":
@@ -632,7 +628,8 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
             efficiency, _ = gpus.ASSUMED["all"]["mosaic_efficiency"]
         elif start.calls(_FLOAT8):
             efficiency, _ = gpus.ASSUMED["all"]["float8_efficiency"]
-        begin, end = async_pairs.get(line.computation, (start.line_number, line.line_number))
+        ends = (start.line_number, line.line_number)
+        begin, end = program.async_pairs.get(line.computation, ends)
         cost = KernelCost(
             line_number=line.line_number,
             op_name=start.op_name,

@@ -130,9 +130,9 @@ def estimate_step(
     for kernel in kernels:
         if copied := max(kernel.bytes_from_host, kernel.bytes_to_host):
             stream = "to host" if kernel.bytes_to_host == copied else "from host"
-            seconds = copied / (ceilings.host_gb_s * _GIGA)
+            copy_s = copied / (ceilings.host_gb_s * _GIGA)
             copies[kernel.begin_line] = ScheduledTransfer(
-                stream, seconds, kernel.begin_line, kernel.end_line
+                stream, copy_s, kernel.begin_line, kernel.end_line
             )
     lines: dict[str, list[int]] = {MATMULS: [], MEMORY_BANDWIDTH: [], DELTA_NETS: []}
     kernel_s = {}
