@@ -210,6 +210,7 @@ def plan_step(
     choice = spec.attention
     options = (descriptions.describe(spec), step_descriptions.describe_products(spec))
 
+    # Memory
     causes = descriptions.find_causes(fitted)
     device_memory = {name: size / GIB for name, size in causes.device.items()}
     device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
@@ -224,6 +225,7 @@ def plan_step(
     is_bottleneck = use.host <= limit.host and is_device_fuller
     is_device = use.device_total > limit.device or is_bottleneck
 
+    # Communication, arithmetic and time
     text = fitted.executable.dump.hlo_text
     node_devices = cluster.nvlink_domain_size
     document_tokens = min(document_tokens or config.row_tokens, config.row_tokens)
