@@ -63,10 +63,7 @@ def find_limits(devices: Iterable[Any]) -> MemoryLimit:
 
 def find_free_bytes(devices: Iterable[Any]) -> float:
     """Memory of a device that nothing uses now; of a CPU, its part of the host's memory; 0 if it is
-    unknown.
-
-    The minimum over all devices and processes. All must call it together.
-    """
+    unknown. The minimum over all devices and processes, which must call it together."""
     local = _list_local(devices)
     if all(device.platform == "cpu" for device in local):
         free = _find_host_bytes(max(1, len(local)))
@@ -77,7 +74,6 @@ def find_free_bytes(devices: Iterable[Any]) -> float:
 
 
 def _list_local(devices: Iterable[Any]) -> tuple[Any, ...]:
-    """Devices of this process."""
     index = jax.process_index()
     return tuple(device for device in devices if device.process_index == index)
 
@@ -109,9 +105,8 @@ def _find_local_limits(devices: tuple[Any, ...]) -> MemoryLimit:
 def subtract_reserves(spec: StepSpec, limits: MemoryLimit) -> MemoryLimit:
     """Memory available to a step, after fragmentation, CUDA, NCCL and checkpoints.
 
-    Args:
-        limits: JAX's fraction of a device (`memory_limits.gpu_memory_fraction`), and a device's
-            part of its node's memory.
+    Args: limits: JAX's fraction of a device (`memory_limits.gpu_memory_fraction`), and a device's
+        part of its node's memory.
     """
     fraction = memory_limits.gpu_memory_fraction(os.environ)
     memory = limits.device / fraction
@@ -133,31 +128,22 @@ def nccl_bytes(
 ) -> float:
     """Estimate of NCCL's buffers on each device, with memory_limits.DEVICES_PER_NODE per node.
 
-    Args:
-        sizes: of the mesh's axes.
-        workloads: attention of the layers, if it is known.
+    Args: sizes: of the mesh's axes. workloads: attention of the layers, if it is known.
     """
     node_size = memory_limits.DEVICES_PER_NODE
     all_to_all_size = strategy.heads.degree
     peers = min(all_to_all_size, node_size) - 1
     remote_peers = max(0, all_to_all_size - node_size)
-    num_communicators = len(list_communicators(sizes, strategy))
+    # Groups of devices in which the first device communicates
+    numbers = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in axes.ALL])
+    along = [
+        numbers[tuple(slice(None) if axis in names else 0 for axis in axes.ALL)]
+        for names in ((axes.SEQ,), axes.ALL, axes.SHARDS, axes.GROUPS, (axes.REPLICA,))
+    ]
+    groups = [*along[1:], *(along[0][positions] for positions in strategy.communicators())]
+    communicators = {frozenset(group.ravel().tolist()) for group in groups if group.size > 1}
     # XLA's permutes have one of their own, of all devices. Source: GpuCliqueKey's is_p2p, and
     # GetP2PConfigForCollectivePermute, openxla/xla xla/backends/gpu/runtime
-    num_communicators += any(nodes.PERMUTE in strategy.sent_bytes(each) for each in workloads)
-    buffers = num_communicators * COMMUNICATOR_BYTES
+    has_permutes = any(nodes.PERMUTE in strategy.sent_bytes(each) for each in workloads)
+    buffers = (len(communicators) + has_permutes) * COMMUNICATOR_BYTES
     return buffers + ALL_TO_ALL_BYTES * peers / (node_size - 1) + REMOTE_PEER_BYTES * remote_peers
-
-
-def list_communicators(sizes: Mapping[str, int], strategy: Strategy) -> set[frozenset[int]]:
-    """Groups of devices in which the first device communicates, as device numbers in mesh order."""
-    devices = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in axes.ALL])
-
-    def along(names: tuple[str, ...]) -> np.ndarray:
-        return devices[tuple(slice(None) if axis in names else 0 for axis in axes.ALL)]
-
-    group = along((axes.SEQ,))
-    groups = [*map(along, (axes.ALL, axes.SHARDS, axes.GROUPS, (axes.REPLICA,)))]
-    groups += [group[positions] for positions in strategy.communicators()]
-    communicators = {frozenset(group.ravel().tolist()) for group in groups}
-    return {communicator for communicator in communicators if len(communicator) > 1}
