@@ -124,7 +124,7 @@ def _missing_problem(path: pathlib.Path, config_file: str = _CONFIG_FILE) -> str
 
 
 def _download_in_time(source: str, names: tuple[str, ...], deadline_s: float) -> pathlib.Path:
-    """As `_download`; the cached folder if it takes too long, and HubError if nothing is cached.
+    """Downloads; if it takes too long, returns the cached folder, or raises HubError without one.
 
     huggingface_hub sets no timeout for its first request, and no timeout covers a name server that
     does not answer. The thread goes on; the process does not wait for it.
