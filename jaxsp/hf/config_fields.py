@@ -211,9 +211,12 @@ def find_field_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> lis
             problem = _find_value_problem(value, family.values[name], f"for {architecture}")
         elif name == "layer_types":
             # whether they agree with the window is checked when the window is read
-            if not isinstance(value, list) or not {*map(str, value)} <= {*family.layer_types}:
-                types = errors.format_choices(family.layer_types)
-                problem = f"is not implemented: layers must have {types}. Leave it out."
+            types = families.LAYER_TYPES
+            if family.delta_net is not None:
+                types = (families.LINEAR_ATTENTION, rope.FULL_ATTENTION)
+            if not isinstance(value, list) or not {*map(str, value)} <= {*types}:
+                choices = errors.format_choices(types)
+                problem = f"is not implemented: layers must have {choices}. Leave it out."
         elif name == "architectures" and value != [architecture]:
             labels = fields.get("id2label") or {"0": ""}
             has_one_label = isinstance(labels, dict) and len(labels) == 1
@@ -248,7 +251,6 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
     """Sizes that do not fit together. Args: defaults: those of transformers."""
     given = defaults | fields
     num_heads = fields["num_attention_heads"]
-    hidden_size = fields["hidden_size"]
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         divisors = [number for number in range(1, num_heads + 1) if num_heads % number == 0]
@@ -256,13 +258,8 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             f"num_key_value_heads = {num_kv_heads}: must divide num_attention_heads, "
             f"which is {num_heads}. Use {errors.format_choices(divisors)}."
         )
-    head_dim = fields.get("head_dim")
-    if head_dim is None and hidden_size % num_heads:
-        yield (
-            f"hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
-            f"which is {num_heads}."
-        )
-    elif (head_dim := head_dim or hidden_size // num_heads) % 2:
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // num_heads
+    if head_dim % 2:
         yield (
             f"head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
             "Use 64 or 128."

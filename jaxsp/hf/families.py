@@ -18,6 +18,10 @@ LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
 
 LINEAR_ATTENTION = "linear_attention"
 
+EXTRA_LAYERS = "num_nextn_predict_layers"
+"""Field with the number (default 1) of last layers that predict further tokens, which are left
+out, as in transformers."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -52,9 +56,6 @@ class Family:
     """Fields of text_config that only the text model's own class uses."""
     other_parts: tuple[str, ...] = ()
     """First names of stored tensors that transformers' class of the text model ignores."""
-    extra_layers_field: str | None = None
-    """Field with the number (default 1) of last layers that predict further tokens, which are left
-    out, as in transformers."""
     stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
     """Other names that modules have in some files, and the names that jaxsp reads and writes."""
     divided_tensors: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -68,11 +69,6 @@ class Family:
     def auto_class(self) -> str:
         """Class of transformers that loads an export."""
         return "AutoModelForImageTextToText" if self.has_other_parts else "AutoModelForCausalLM"
-
-    @property
-    def layer_types(self) -> tuple[str, ...]:
-        """Values that `layer_types` may have."""
-        return LAYER_TYPES if self.delta_net is None else (LINEAR_ATTENTION, FULL_ATTENTION)
 
 
 _PARTIAL_ROPE = RopeSupport(outside_fields=("rope_theta", PARTIAL))
@@ -222,7 +218,7 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
 FAMILIES["glm4_moe"] = Family(
     model={"output_bias": False},
     required_sizes=("head_dim",),
-    more_fields=("num_nextn_predict_layers",),
+    more_fields=(EXTRA_LAYERS,),
     rope=_PARTIAL_ROPE,
     experts={
         "scores": "sigmoid",
@@ -234,7 +230,6 @@ FAMILIES["glm4_moe"] = Family(
         ),
     },
     values={"output_router_logits": (False,)},  # transformers has no loss of its router
-    extra_layers_field="num_nextn_predict_layers",
 )
 
 # The softmax of the chosen experts' logits is that of all, divided by their sum, also in gpt-oss
@@ -345,7 +340,7 @@ MULTIMODAL_FAMILIES = {
 
 
 def find_text_family(fields: dict[str, Any]) -> Family:
-    """Returns the family of a text model's config.json; an empty one for any other."""
+    """The family of a text model's config.json; an empty one for any other."""
     return FAMILIES.get(str(fields.get("model_type")), Family())
 
 

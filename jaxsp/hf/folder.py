@@ -83,10 +83,8 @@ def find(
         if is_on_hub and paths.is_path(source):
             raise UserError(_missing_problem(path, config_file))
         try:
-            if is_on_hub and deadline_s is None:
-                path = _download(source, names)
-            elif is_on_hub:
-                path = _download_in_time(source, names, deadline_s)
+            if is_on_hub:
+                path = _find_snapshot(source, names, deadline_s)
         except HubError as error:
             if not has_parent(source):
                 raise
@@ -123,12 +121,14 @@ def _missing_problem(path: pathlib.Path, config_file: str = _CONFIG_FILE) -> str
     )
 
 
-def _download_in_time(source: str, names: tuple[str, ...], deadline_s: float) -> pathlib.Path:
+def _find_snapshot(source: str, names: tuple[str, ...], deadline_s: float | None) -> pathlib.Path:
     """Downloads; if it takes too long, returns the cached folder, or raises HubError without one.
 
     huggingface_hub sets no timeout for its first request, and no timeout covers a name server that
     does not answer. The thread goes on; the process does not wait for it.
     """
+    if deadline_s is None:
+        return _download(source, names)
     result: Future[pathlib.Path] = Future()
 
     def run() -> None:

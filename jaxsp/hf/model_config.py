@@ -32,7 +32,7 @@ _NULL_FIELDS = ("final_logit_softcapping", "attn_logit_softcapping", "sliding_wi
 _NOT_EXPORTED = {"quantization_config", "auto_map", "num_labels", "transformers_version"}
 """Fields of a config.json that describe what an export does not have."""
 
-_EXTRA_LAYERS_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
+_EXTRA_LAYERS_FIELDS = (families.EXTRA_LAYERS, "num_mtp_layers")
 """Fields with the number of multi-token prediction layers, which exports omit."""
 
 _MODEL_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {

@@ -109,11 +109,10 @@ def select_tensors(
     multimodal = find_family(fields)
     text = families.find_text_family(fields)
     other_parts = {*(multimodal or text).other_parts}
-    if text.extra_layers_field is not None:
-        first = fields["num_hidden_layers"]
-        given = fields.get(text.extra_layers_field)
-        num_extra = 1 if given is None else given
-        other_parts |= {f"layers.{first + number}" for number in range(num_extra)}
+    if families.EXTRA_LAYERS in text.more_fields:
+        given = fields.get(families.EXTRA_LAYERS)
+        extra = range(1 if given is None else given)
+        other_parts |= {f"layers.{fields['num_hidden_layers'] + number}" for number in extra}
     prefixes = {} if multimodal is None else _PREFIXES
     selected: dict[str, StoredTensor] = {}
     left_out: dict[str, StoredTensor] = {}

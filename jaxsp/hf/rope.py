@@ -411,13 +411,14 @@ def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
         groups = {FULL_ATTENTION: {}} | whole if is_nested(whole, support) else {"": whole}
         for layer_type, group in groups.items():
             place = f".{form}.{layer_type}".rstrip(".")
-            problem = None
             if layer_type and layer_type not in support.layer_types:
-                problem = f"is not a layer type of this model_type. Use {layer_types}."
-            elif not isinstance(group, dict):
-                problem = _NO_GROUP
-            if problem is not None:
-                problems.append(f"{place} = {format_value(group)}: {problem}")
+                problems.append(
+                    f"{place} = {format_value(group)}: is not a layer type of this model_type. "
+                    f"Use {layer_types}."
+                )
+                continue
+            if not isinstance(group, dict):
+                problems.append(f"{place} = {format_value(group)}: {_NO_GROUP}")
                 continue
             if layer_type and group.get("truncate") is False:
                 problems.append(

@@ -54,11 +54,8 @@ def should_offload(param: Parameter) -> bool:
 
 
 def should_offload_gradient(param: Parameter) -> bool:
-    """True if a weight's gradient is offloaded too.
-
-    Only stacked weights: a tied embedding has two gradients in a microbatch, and they are added on
-    the device.
-    """
+    """True if a weight's gradient is offloaded too: only of stacked weights, because the two
+    gradients that a tied embedding has in a microbatch are added on the device."""
     return param.num_layers is not None and should_offload(param)
 
 

@@ -111,11 +111,8 @@ def is_quantized(param: Parameter) -> bool:
 
 
 def can_quantize(param: Parameter) -> bool:
-    """True for the matrices of layers, also of experts.
-
-    Embedding, head, norms and biases are not quantized, nor are routers, which have a dtype of
-    their own: rounding would change the choice of experts.
-    """
+    """True for the matrices of layers, also of experts; not for routers, which have a dtype of
+    their own: rounding would change the choice of experts."""
     is_own = param.is_matrix and not param.is_adapter
     return param.num_layers is not None and is_own and param.compute_dtype is None
 
@@ -137,10 +134,7 @@ def encode(param: Parameter, weight: Any, xp: Any = np) -> Any:
 
 
 def decode(param: Parameter, stored: Any, dtype: jnp.dtype) -> Any:
-    """Inverse of `encode`, in another dtype; of a quantized matrix, an approximation.
-
-    A quantized matrix becomes a JAX array; others stay in numpy or JAX.
-    """
+    """Inverse of `encode`, in another dtype; of a quantized matrix, an approximation, in JAX."""
     if isinstance(stored, QuantizedMatrix):
         quantized = QUANTIZED[stored.name]
         stored = quantized.dequantize(stored.codes, stored.scales, param.shape[-1])

@@ -102,19 +102,14 @@ def remove_padding(param: Parameter, stored: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A device's shard of a weight, and the holder of its gradient: see `layers.Gather`.
-
-    Value and gradient may differ in dtype and memory.
-    """
+    """A device's shard of a weight, and the holder of its gradient: see `layers.Gather`."""
 
     value: Any
     """Shard of the weight, in any float dtype or quantized."""
     grad_holder: Any
-    """Float32 array that the loss is differentiated with respect to, but does not depend on.
-
-    The gradient has its shape, dtype and memory. Zeros, or sums of gradients to which
-    `layer_stack.OffloadedStack` adds. None for a frozen weight.
-    """
+    """Float32 array that the loss is differentiated with respect to, but does not depend on; None
+    for a frozen weight. The gradient has its shape, dtype and memory. It has zeros, or sums of
+    gradients to which `layer_stack.OffloadedStack` adds."""
 
 
 @jax.custom_jvp
@@ -164,10 +159,8 @@ class Gather:
         return jax.tree.map(make_holder, table, values)
 
     def make_working_copy(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
-        """Replaces shards in host memory by copies in the compute dtype on the device.
-
-        Memory: the float32 values of one layer at a time are on the device.
-        """
+        """Replaces shards in host memory by copies in the compute dtype on the device, where the
+        float32 values of one layer at a time are."""
 
         def copy(param: Parameter, value: Any) -> Any:
             if not param.is_trainable or not host_memory.is_on_host(value):
@@ -179,10 +172,7 @@ class Gather:
 
     def cast_once(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
         """Copies shards to the device in the dtypes that `all_gather` casts them to, to be gathered
-        many times. To be called outside shard_map.
-
-        Shards that are there in this dtype are not copied, nor quantized ones.
-        """
+        many times; outside shard_map. Those that are there so, and quantized ones, stay."""
         return jax.tree.map(self._cast_once, table, master)
 
     def _cast_once(self, param: Parameter, value: Any) -> Any:
@@ -195,10 +185,8 @@ class Gather:
     def gather_once(
         self, table: layers.Weights, master: layers.Weights, mesh: Mesh
     ) -> layers.Weights:
-        """Copies weights as `cast_once` does, whole to every device, for the Gather `for_whole`.
-
-        Quantized ones must not be among them. Memory: see `whole_bytes`.
-        """
+        """Copies weights as `cast_once` does, whole to every device, for the Gather `for_whole`;
+        none may be quantized. Memory: see `whole_bytes`."""
         whole = NamedSharding(mesh, PartitionSpec())
         gather = jax.jit(remove_padding, static_argnums=0, out_shardings=whole)
         # one after another, so that few cast shards are in memory
@@ -239,10 +227,7 @@ class Gather:
 
     def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
         """This device's shard of the gradient's sum over all shards; if `sums_replicas_early`,
-        gradients of layers are also summed over replicas.
-
-        The gradient of a weight that is not sharded is returned without a sum.
-        """
+        gradients of layers are also summed over replicas. Without shards, there is no sum."""
         dim = choose_placement(param, self.num_shards).dim
         if dim is None:
             summed = gradient.astype(jnp.float32)
@@ -303,11 +288,8 @@ class Gather:
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array
     ) -> layers.Weights:
-        """Gradients of the whole mesh, divided; None for frozen weights.
-
-        Each is summed once over every axis that its weight is not sharded on, unless
-        `reduce_scatter` has done so.
-        """
+        """Gradients of the whole mesh, divided; None for frozen weights. Each is summed over every
+        axis on which `reduce_scatter` has not summed it."""
 
         def reduce_param(param: Parameter, gradient: Array | None) -> Array | None:
             if gradient is None:
