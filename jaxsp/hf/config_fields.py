@@ -46,22 +46,20 @@ _COMMON_FIELDS = {
 """Fields that all families read."""
 
 _WHOLE_DOCUMENTS = "layers of this family attend to whole documents"
-_WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "sliding_window_pattern")
-_DECODER_ONLY = "jaxsp trains decoder-only models"
 
 _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(
         ("attention_dropout", "embd_pdrop", "resid_pdrop"), ((0,), "jaxsp has no dropout")
     ),
     "use_sliding_window": ((False,), _WHOLE_DOCUMENTS),
-    "sliding_window": ((), _WHOLE_DOCUMENTS),
-    "sliding_window_pattern": ((), _WHOLE_DOCUMENTS),
+    **dict.fromkeys(("sliding_window", "sliding_window_pattern"), ((), _WHOLE_DOCUMENTS)),
     "pretraining_tp": ((1,), "matrix products are not sliced"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
     "use_mrope": ((False,), "positions have one dimension"),
-    "use_bidirectional_attention": ((False,), _DECODER_ONLY),
-    "is_encoder_decoder": ((False,), _DECODER_ONLY),
-    "add_cross_attention": ((False,), _DECODER_ONLY),
+    **dict.fromkeys(
+        ("use_bidirectional_attention", "is_encoder_decoder", "add_cross_attention"),
+        ((False,), "jaxsp trains decoder-only models"),
+    ),
     "per_layer_config": ((), "all layers are alike"),
     "auto_map": ((), "a model's own code is never run"),
     "clip_qkv": ((), "queries, keys and values have no limit"),
@@ -225,7 +223,7 @@ def find_field_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> lis
                 problem = f"is not implemented: jaxsp trains {architecture}. Leave it out."
         elif name in own or name in _HARMLESS:
             continue
-        elif name in _SUPPORTED_VALUES and not (has_windows and name in _WINDOW_FIELDS):
+        elif name in _SUPPORTED_VALUES and not (has_windows and "sliding_window" in name):
             problem = _find_value_problem(value, *_SUPPORTED_VALUES[name])
         elif name not in defaults or value != defaults[name]:
             hint = " Leave it out."
