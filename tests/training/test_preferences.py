@@ -15,8 +15,7 @@ from jaxsp.core.batch import NO_LABEL
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.pair_sums import PairSums
-from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Orpo, Robust, Simpo
-from jaxsp.objectives.unpaired import Kto
+from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Kto, Orpo, Robust, Simpo
 from jaxsp.training import step_gradients
 from tests import batches, tolerances
 from tests.training import preferences, runs
