@@ -7,7 +7,8 @@ import glob
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxsp.core import errors, urls
@@ -76,14 +77,24 @@ class Records:
             parts = [(start, stop) for _, start, stop in hub.resolve_ranges(self.split, lengths)]
         for start, stop in parts:
             entries = self.source.connect(_check_records(self))
-            yield from _refuse_bad_records(itertools.islice(entries, start, stop), self.data)
+            num_records = 0
+            bad: list[RecordEntry] = []
+            for entry in itertools.islice(entries, start, stop):
+                num_records += 1
+                if entry["problem"] is not None:
+                    bad.append(entry)
+                if not bad or self.data.on_bad_record == "skip":
+                    yield entry
+            check_bad_records(len(bad), num_records, bad, data=self.data)
             collections.deque(entries, maxlen=0)  # checks of all records come after the last one
 
 
-def read(source: Source, *, data: DataConfig) -> Records:
-    """Finds the records of a source. Raises: UserError if it does not exist."""
+def read(source: Source, *, data: DataConfig, select: Select | None = None) -> Records:
+    """Finds the files, saved folder or hub data set with a source's name; local ones come first.
+    Args: select: columns to read of tables; None: those that the source needs.
+    Raises: UserError if it does not exist."""
     try:
-        return _resolve_source(source, source.select_columns, data)
+        return _find_records(source, data, select or source.select_columns)
     except PermissionError as error:
         raise UserError(str(error)) from None
 
@@ -91,19 +102,14 @@ def read(source: Source, *, data: DataConfig) -> Records:
 def list_unread_fields(source: Source, data: DataConfig) -> list[str]:
     """Returns the fields of a source's first records that nothing reads."""
     # of a table without a required column, the names of all columns are read, and nothing else
-    located = _resolve_source(source, lambda names: [], data).locate()
-    names = {
-        name: None
-        for _, record, _ in itertools.islice(located, _MAX_CHECKED_BAD)
-        if isinstance(record, dict)
-        for name in record
-    }
+    located = read(source, data=data, select=lambda names: []).locate()
+    firsts = [record for _, record, _ in itertools.islice(located, _MAX_CHECKED_BAD)]
+    names = itertools.chain(*(record for record in firsts if isinstance(record, dict)))
     known = source.known_columns()
-    return [name for name in names if name not in known]
+    return [name for name in dict.fromkeys(names) if name not in known]
 
 
-def _resolve_source(source: Source, select: Select, data: DataConfig) -> Records:
-    """Finds the files, saved folder or hub data set with a source's name; local ones come first."""
+def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
     path = None if urls.is_url(source.source) else source_files.resolve_path(source)
     dataset = None
     if path is not None and _may_be_on_hub(path, source):
@@ -132,22 +138,26 @@ def _resolve_source(source: Source, select: Select, data: DataConfig) -> Records
         )
     if source.split is not None:  # a wrong one is reported before the files are read
         hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH})
+    fetch: Callable[[str], str] = str
     if path is None:
         stored = source_files.StoredFiles(source.source)
+        fetch = stored.download
         files = [*stored.versions]
         identity: Any = stored.versions
         num_bytes = sum(size for size, _ in stored.versions.values())
-        locate = functools.partial(stored.read, select)
     else:
         files = source_files.find_files(path, source)
         identity = source_files.file_identities(files)
         num_bytes = sum(size for _, size, _, _ in identity)
-        locate = functools.partial(file_types.read_files, files, select)
-    file_type = source_files.common_file_type(files, source)
+
+    def locate() -> Iterator[LocatedRecord]:
+        for file in files:
+            yield from file_types.read_file(fetch(file), select, name=file)
+
     return Records(
         source=source,
         data=data,
-        identity=(file_type.name, identity),
+        identity=(source_files.common_file_type(files, source), identity),
         num_bytes=num_bytes,
         locate=locate,
         split=source.split,
@@ -155,7 +165,8 @@ def _resolve_source(source: Source, select: Select, data: DataConfig) -> Records
 
 
 def _may_be_on_hub(path: pathlib.Path, source: Source) -> bool:
-    if glob.has_magic(str(path)) or path.exists() or not hub.is_hub_name(source.source):
+    is_name = re.fullmatch(r"\w[\w.-]*/[\w.-]*\w", source.source)
+    if glob.has_magic(str(path)) or path.exists() or not is_name:
         return False
     is_text = file_types.split_suffix(source.source)[0] in file_types.TEXT_SUFFIXES
     return file_types.detect_file_type(str(path)) is file_types.TEXT and not is_text
@@ -221,25 +232,11 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
         raise UserError(f"fields: no record has {name}, to read as {field}. Remove or correct it.")
 
 
-def _refuse_bad_records(entries: Iterable[RecordEntry], data: DataConfig) -> Iterator[RecordEntry]:
-    """Yields entries up to the first bad one that the config does not skip, and counts the others.
-    Raises: UserError for bad records."""
-    num_records = 0
-    bad: list[RecordEntry] = []
-    for entry in entries:
-        num_records += 1
-        if entry["problem"] is not None:
-            bad.append(entry)
-        if not bad or data.on_bad_record == "skip":
-            yield entry
-    check_bad_records(len(bad), num_records, bad[: records.MAX_NAMED_RECORDS], data=data)
-
-
 def check_bad_records(
     count: int, num_records: int, examples: list[RecordEntry], *, data: DataConfig
 ) -> None:
     """Checks that data.on_bad_record allows the bad records of a source.
-    Args: examples: the first of them.
+    Args: examples: at least the first ones.
     Raises: UserError naming the first bad records, their number, and what to change."""
     is_skipped = data.on_bad_record == "skip" and count <= data.max_bad_records
     if not count or (is_skipped and count < num_records):
@@ -254,9 +251,8 @@ def check_bad_records(
         suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"
-    raise UserError(
-        [*records.list_examples(examples), f"{summary}. Correct them, or {suggestion}."]
-    )
+    lines = records.list_examples(examples[: records.MAX_NAMED_RECORDS])
+    raise UserError([*lines, f"{summary}. Correct them, or {suggestion}."])
 
 
 def check_no_duplicates(sources: Mapping[str, Source]) -> None:
