@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import glob
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -51,26 +52,15 @@ class Records:
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Values that decide the entries."""
-        source = self.source
-        return (
-            self.identity,
-            self.split,
-            source.format,
-            [*self.columns],
-            sorted(source.fields.items()),
-            sorted(source.role_names.items()),
-            sorted(source.ignore_fields),
-            # of another format
-            *source.model_dump(exclude={*Source.model_fields, "roles"}).items(),
-        )
+        settings = self.source.model_dump(mode="json", exclude={"source", "name", "weight"})
+        return (self.identity, [*self.columns], json.dumps(settings, sort_keys=True))
 
     def entries(self) -> Iterator[RecordEntry]:
-        """Yields an entry for each record, in order: its `place`; its `problem`, the reason why it
-        cannot be used, or None; and its content: `text`, or `input_ids` and, if the first record
-        has them, `labels`, or `record`, which is messages or prompt and completions as JSON under
-        jaxsp's names, and Source.values.
-        Raises: UserError for bad records, unless the config skips them, and for none that can be
-        used."""
+        """Yields an entry for each record, in order: its `place`; its `problem`, why it cannot be
+        used, or None; and its content: `text`, or `input_ids` and, if the first record has them,
+        `labels`, or `record`, which is messages or prompt and completions as JSON under jaxsp's
+        names, and Source.values.
+        Raises: UserError for bad records, unless the config skips them, and for none to use."""
         parts: list[tuple[int, int | None]] = [(0, None)]
         if self.split is not None:
             lengths = {"train": sum(1 for _ in self.locate())}
@@ -187,8 +177,7 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
     unseen_roles = set(source.role_names)
     is_usable = False
     num_records = 0
-    num_bad = 0
-    examples: list[RecordEntry] = []
+    bad: list[RecordEntry] = []
     for place, record, problem in origin.locate():
         num_records += 1
         entry = {"place": errors.escape(place), "problem": None, **columns}
@@ -205,27 +194,26 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
             is_usable = is_usable or len(content[next(iter(columns))]) > 0
             entry |= content
         except UserError as error:
-            num_bad += 1
             entry["problem"] = str(error)
-            examples = [*examples, entry][: records.MAX_NAMED_RECORDS]
-        if num_bad > limit:
+            bad.append(entry)
+        if len(bad) > limit:
             summary = (
                 f"more than {limit:,} records cannot be used; these are the first. Correct format "
                 "or fields, correct the records, or set data.on_bad_record=skip and raise "
                 "data.max_bad_records."
             )
-            raise UserError([*records.list_examples(examples), summary])
+            raise UserError([*_list_first(bad), summary])
         yield entry
-    if not num_bad and not is_usable:
+    if not bad and not is_usable:
         needed = errors.format_choices(source.required)
         raise UserError(f"no record contains {needed}. Give at least one.")
     if not is_usable:
-        others = ", and the others are empty" if num_bad < num_records else ""
+        others = ", and the others are empty" if len(bad) < num_records else ""
         summary = (
-            f"{num_bad:,} of {num_records:,} records cannot be used{others}. Correct format or "
+            f"{len(bad):,} of {num_records:,} records cannot be used{others}. Correct format or "
             "fields, or correct the records."
         )
-        raise UserError([*records.list_examples(examples), summary])
+        raise UserError([*_list_first(bad), summary])
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
@@ -251,8 +239,11 @@ def check_bad_records(
         suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"
-    lines = records.list_examples(examples[: records.MAX_NAMED_RECORDS])
-    raise UserError([*lines, f"{summary}. Correct them, or {suggestion}."])
+    raise UserError([*_list_first(examples), f"{summary}. Correct them, or {suggestion}."])
+
+
+def _list_first(bad: list[RecordEntry]) -> list[str]:
+    return records.list_examples(bad[: records.MAX_NAMED_RECORDS])
 
 
 def check_no_duplicates(sources: Mapping[str, Source]) -> None:

@@ -61,10 +61,7 @@ class PackedDataset:
                 end_row = min(end_row, begin_row + math.ceil(rows / rows_per_step) * rows_per_step)
             end_row = max(end_row, begin_row)
         return RowSchedule(
-            begin_row=begin_row,
-            rows_per_step=rows_per_step,
-            num_steps=num_steps,
-            end_row=end_row,
+            begin_row=begin_row, rows_per_step=rows_per_step, num_steps=num_steps, end_row=end_row
         )
 
     def is_epoch_end(self, schedule: RowSchedule, num_steps: int) -> bool:

@@ -86,8 +86,6 @@ def _interleave_parts(
     parts = np.repeat(np.arange(len(fractions), dtype=np.int16), counts)
     indices = np.concatenate([np.arange(count) for count in counts])
     order = np.argsort((indices + 0.5) / fractions[parts], kind="stable")[:num_rows]
-    if block_rows == 1:
-        return parts[order], indices[order]
     rows = indices[order][:, None] * block_rows + np.arange(block_rows)
     return np.repeat(parts[order], block_rows), rows.ravel()
 

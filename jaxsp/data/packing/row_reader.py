@@ -1,6 +1,5 @@
 """Documents: those of tokenized sources that are used, and the tokens of any part of any row."""
 
-import collections
 import dataclasses
 import hashlib
 import math
@@ -199,11 +198,9 @@ class Documents:
     nothing. The loss of the token before a cut is in the segment that ends there.
 
     Args:
-        source_names: names of the sources of the datasets.
-        held_out: for each dataset, True for the documents that are held out for evaluation. They
-            are left out, or with `use_held_out` the others are. None: no document is held out.
+        held_out: for each dataset, True for the records that are held out for evaluation. They are
+            left out, or with `use_held_out` the others are. None: no record is held out.
         row_tokens: tokens of a row; None: documents have any length.
-        long_documents: data.long_documents, what to do with documents longer than `row_tokens`.
         stats: statistics of the datasets, with checksums of what is read; None: not checked.
         has_scores: give the last token of each document a label, 0, and no other token: a reward
             model scores documents there.
@@ -238,12 +235,14 @@ class Documents:
         self._source_ends = np.cumsum([self.per_record * len(each) for each in tokenized])
         self.sources: list[SourceCounts] = []
         self._chunks: list[_Chunk] = []
-        parts = collections.defaultdict(list)
-        num_kept = 0
+        borders: list[np.ndarray] = []
+        kept_segments: list[Segments] = []
+        used_tokens: list[np.ndarray] = []
+        kept: list[np.ndarray] = []
         longest_stored = 0
         for number, dataset in enumerate(tokenized):
-            chunks, borders = _read_chunks(dataset, stats[number] if stats else None)
-            stored = np.concatenate([*map(np.diff, borders)])
+            chunks, parts = _read_chunks(dataset, stats[number] if stats else None)
+            stored = np.concatenate([*map(np.diff, parts)])
             _check_lengths(dataset, stored, row_tokens, long_documents)
             is_in_split = np.ones(len(stored), bool)
             if held_out is not None:
@@ -255,7 +254,7 @@ class Documents:
                 is_long = (stored.reshape(-1, self.per_record) > row_tokens).any(1)
                 used *= ~np.repeat(is_long, self.per_record)
             segments = packing.split_documents(used, row_tokens)
-            num_loss = _count_loss_tokens(segments, used, chunks, borders)
+            num_loss = _count_loss_tokens(segments, used, chunks, parts)
             is_kept = np.bincount(segments.document, num_loss > 0, minlength=len(used)) > 0
             is_kept = np.repeat(is_kept.reshape(-1, self.per_record).all(1), self.per_record)
             has_loss = (num_loss > 0) & is_kept[segments.document]
@@ -300,32 +299,29 @@ class Documents:
                     **{name: int(count) for name, count in counts.items()},
                 )
             )
-            first_chunk = len(self._chunks)
-            num_stored = [len(part) - 1 for part in borders]
-            kept = segments.select(has_loss)
-            parts["document"].append(np.cumsum(is_kept)[kept.document] - 1 + num_kept)
-            parts["offset"].append(kept.offset)
-            parts["length"].append(kept.length)
-            parts["tokens"].append(used[is_kept].astype(np.int64))
-            first_document = self._source_ends[number] - len(stored)
-            parts["index"].append(np.flatnonzero(is_kept) + first_document)
-            numbers = first_chunk + np.arange(len(borders))
-            parts["chunk"].append(np.repeat(numbers, num_stored)[is_kept])
-            parts["start"].append(np.concatenate([part[:-1] for part in borders])[is_kept])
+            segments = segments.select(has_loss)
+            numbers = np.cumsum(is_kept) - 1 + sum(map(np.count_nonzero, kept))
+            kept_segments.append(dataclasses.replace(segments, document=numbers[segments.document]))
             self._chunks += chunks
-            num_kept += int(is_kept.sum())
+            borders += parts
+            used_tokens.append(used)
+            kept.append(is_kept)
             longest_stored = max(longest_stored, int(stored.max(initial=0)))
-        arrays = {name: np.concatenate(values) for name, values in parts.items()}
         self.segments = Segments(
-            **{name: arrays[name] for name in ("document", "offset", "length")}
+            **{
+                name: np.concatenate([getattr(part, name) for part in kept_segments])
+                for name in ("document", "offset", "length")
+            }
         )
         """Segments of the documents, which are numbered from 0."""
-        self.lengths = arrays["tokens"]
+        is_kept = np.concatenate(kept)
+        self.lengths = np.concatenate(used_tokens)[is_kept].astype(np.int64)
         """Number of tokens of each document, up to which it has segments."""
-        self._index = arrays["index"]
+        self._index = np.flatnonzero(is_kept)
         """Index among the stored documents of each document."""
-        self._chunk = arrays["chunk"]
-        self._start = arrays["start"]
+        num_stored = [len(part) - 1 for part in borders]
+        self._chunk = np.repeat(np.arange(len(borders)), num_stored)[is_kept]
+        self._start = np.concatenate([part[:-1] for part in borders])[is_kept]
         """First token of each document in its chunk."""
         self.is_desirable = self._read_column(IS_DESIRABLE)
         """Label of each pair's record; None if the records have none."""

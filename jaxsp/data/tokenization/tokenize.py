@@ -107,10 +107,7 @@ def tokenize_dataset(
 
 
 def resolve_options(
-    source: Source,
-    *,
-    data: DataConfig,
-    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+    source: Source, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase | None"
 ) -> ChatOptions | None:
     """Returns the options for the records of a source; None if they are tokens.
     Raises: UserError if it needs a chat template, and there is none."""
@@ -362,17 +359,17 @@ def encode_examples(
     seen: set[str] = set()
     num_examples = 0
     for index, entry in enumerate(records.entries()):
-        is_done = num_examples and num_records is None
-        if num_examples == num_records or (is_done and index >= _MAX_SEARCHED):
+        is_searching = num_records is None and num_examples
+        if num_examples == num_records or (
+            is_searching and (index >= _MAX_SEARCHED or not source.is_chat)
+        ):
             break
         if entry["problem"] is not None:
             continue
         kinds = list_kinds(json.loads(entry["record"])) if source.is_chat else []
         kinds = [kind for kind in kinds if kind not in seen]
-        if is_done and not kinds:
-            if source.is_chat:
-                continue
-            break
+        if is_searching and not kinds:
+            continue
         (encoded,) = encode_records([entry], source, options)
         if isinstance(encoded, str):
             if data.on_bad_record == "skip":
