@@ -73,9 +73,7 @@ def open_sources(
             if name in names[:number]
         ]
     with problems.collect():
-        sources.check_no_duplicates(
-            {field: source for field, source in train.items() if field in records}
-        )
+        sources.check_no_duplicates({field: records[field] for field in train if field in records})
     have_text = any(source.needs_tokenizer for source in (train | evals).values())
     return OpenedSources(train=train, evals=evals, records=records, have_text=have_text)
 

@@ -6,7 +6,6 @@ import functools
 import glob
 import itertools
 import json
-import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +35,8 @@ class Records:
     """Size of the files."""
     locate: Callable[[], Iterator[LocatedRecord]]
     data: DataConfig
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Path without links, or URL, of each file, by its name in messages; empty for a data set."""
     split: str | None = None
     """Part of the records to select; None: all."""
 
@@ -132,12 +133,13 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
     if path is None:
         stored = source_files.StoredFiles(source.source)
         fetch = stored.download
-        files = [*stored.versions]
+        files = dict(zip(stored.versions, stored.versions, strict=True))
         identity: Any = stored.versions
         num_bytes = sum(size for size, _ in stored.versions.values())
     else:
-        files = source_files.find_files(path, source)
-        identity = source_files.file_identities(files)
+        names = source_files.find_files(path, source)
+        identity = source_files.file_identities(names)
+        files = {name: real_path for name, (real_path, *_) in zip(names, identity, strict=True)}
         num_bytes = sum(size for _, size, _, _ in identity)
 
     def locate() -> Iterator[LocatedRecord]:
@@ -147,9 +149,10 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
     return Records(
         source=source,
         data=data,
-        identity=(source_files.common_file_type(files, source), identity),
+        identity=(source_files.common_file_type([*files], source), identity),
         num_bytes=num_bytes,
         locate=locate,
+        files=files,
         split=source.split,
     )
 
@@ -246,31 +249,17 @@ def _list_first(bad: list[RecordEntry]) -> list[str]:
     return records.list_examples(bad[: records.MAX_NAMED_RECORDS])
 
 
-def check_no_duplicates(sources: Mapping[str, Source]) -> None:
+def check_no_duplicates(sources: Mapping[str, Records]) -> None:
     """Checks that no file is read twice in the same way, which would count its documents twice.
-    Args: sources: sources that can be read, by field, such as data.train.0.
+    Args: sources: by field, such as data.train.0.
     Raises: UserError naming the second source."""
     first_fields: dict[tuple[str, str], str] = {}
-    # with other fields, or another split, a file has other documents
-    settings = {
-        field: source.model_dump_json(exclude={"source", "name", "weight"})
-        for field, source in sources.items()
-    }
-    counts = collections.Counter(settings.values())
-    for field, source in sources.items():
-        if counts[settings[field]] == 1:
-            continue  # avoids listing the files again, which takes seconds on network disks
-        with at(f"{field}.source", source.source):
-            # a file by a name that no other file has; nothing for data sets
-            path = source_files.resolve_path(source)
-            identities: dict[str, str] = {}
-            if urls.is_url(source.source):
-                identities = {url: url for url in source_files.StoredFiles(source.source).versions}
-            elif path.is_file() or glob.has_magic(str(path)):
-                files = source_files.find_files(path, source)
-                identities = {file: os.path.realpath(file) for file in files}
-            for file, identity in identities.items():
-                first = first_fields.setdefault((identity, settings[field]), field)
+    for field, origin in sources.items():
+        # with other fields, or another split, a file has other documents
+        settings = origin.source.model_dump_json(exclude={"source", "name", "weight"})
+        with at(f"{field}.source", origin.source.source):
+            for file, identity in origin.files.items():
+                first = first_fields.setdefault((identity, settings), field)
                 if first != field:
                     raise UserError(
                         f"includes the file {file}, which {first} also includes, so its documents "
