@@ -116,8 +116,6 @@ def make_data_sets(
                 with problems.collect(), at(f"{field}.source", source.source):
                     tokenized[field] = tokenize.tokenize_dataset(
                         opened.records[field],
-                        source=source,
-                        data=config.data,
                         tokenizer=tokenizer,
                         vocab_size=vocab_size,
                         vocab_suggestion=suggestion,

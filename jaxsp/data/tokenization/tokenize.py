@@ -63,18 +63,18 @@ class TokenizedSource(NamedTuple):
 def tokenize_dataset(
     records: Records,
     *,
-    source: Source,
-    data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     vocab_size: int,
     vocab_suggestion: str = "Use the model's own tokenizer.",
 ) -> TokenizedSource:
     """Tokenizes the records of a source; labels are not shifted.
     Args: vocab_suggestion: what to do about a token id that is not below `vocab_size`.
-    Raises: UserError for bad records, unless `data` skips them, for an id without an embedding, and
+    Raises: UserError for bad records, unless they are skipped, for an id without an embedding, and
     without a chat template; DamagedCacheError if the cached tokens must be made again."""
     import datasets
 
+    source = records.source
+    data = records.data
     try:
         options = resolve_options(source, data=data, tokenizer=tokenizer)
     except UserError:
@@ -344,8 +344,6 @@ class Example(NamedTuple):
 def encode_examples(
     records: Records,
     *,
-    source: Source,
-    data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     num_records: int | None = None,
 ) -> Iterator[Example]:
@@ -353,8 +351,10 @@ def encode_examples(
 
     Args:
         num_records: None: the first one, and among the next ones one of each kind of chat.
-    Raises: UserError if there is none, and for a bad record before one, unless `data` skips them.
+    Raises: UserError if there is none, and for a bad record before one, unless they are skipped.
     """
+    source = records.source
+    data = records.data
     options = resolve_options(source, data=data, tokenizer=tokenizer)
     seen: set[str] = set()
     num_examples = 0

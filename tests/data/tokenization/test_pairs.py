@@ -48,8 +48,6 @@ def tokenized(records, tokenizer, format="preference", **data):
     with at(FIELD, "a.jsonl"):
         return tokenize.tokenize_dataset(
             sources.read(source, data=config),
-            source=source,
-            data=config,
             tokenizer=tokenizer,
             vocab_size=100_000,
         )
