@@ -266,11 +266,7 @@ class Trainer:
             if found.alternatives:
                 fields = found.add_to(self.model.hf_config)
                 self.model = dataclasses.replace(self.model, stop_tokens=found, hf_config=fields)
-            encoded = [
-                *encode_examples(
-                    opened, source=source, data=data, tokenizer=tokenizer, num_records=sys.maxsize
-                )
-            ]
+            encoded = [*encode_examples(opened, tokenizer=tokenizer, num_records=sys.maxsize)]
         tokens = [example.tokens.tolist() for example in encoded]
         labels = [
             example.tokens.tolist() if example.labels is None else example.labels.tolist()

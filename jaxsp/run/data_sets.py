@@ -73,9 +73,7 @@ def open_sources(
             if name in names[:number]
         ]
     with problems.collect():
-        sources.check_no_duplicates(
-            {field: source for field, source in train.items() if field in records}
-        )
+        sources.check_no_duplicates({field: records[field] for field in train if field in records})
     have_text = any(source.needs_tokenizer for source in (train | evals).values())
     return OpenedSources(train=train, evals=evals, records=records, have_text=have_text)
 
@@ -118,8 +116,6 @@ def make_data_sets(
                 with problems.collect(), at(f"{field}.source", source.source):
                     tokenized[field] = tokenize.tokenize_dataset(
                         opened.records[field],
-                        source=source,
-                        data=config.data,
                         tokenizer=tokenizer,
                         vocab_size=vocab_size,
                         vocab_suggestion=suggestion,

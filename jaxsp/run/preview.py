@@ -53,8 +53,6 @@ def print_preview(
             unread = sources.list_unread_fields(source, config.data)
             encoded = tokenize.encode_examples(
                 records,
-                source=source,
-                data=config.data,
                 tokenizer=tokenizer,
                 num_records=num_records,
             )
