@@ -57,9 +57,9 @@ class Chat(Source):
     roles: Annotated[dict[str, str], with_examples("{gpt: assistant}")] = {}  # noqa: RUF012
     """Roles of the chat template for roles in the records, where they differ."""
 
-    optional = ("tools", "chat_template_kwargs")
+    optional: ClassVar[tuple[str, ...]] = ("tools", "chat_template_kwargs")
     message_fields = ("role", "content")
-    other_fields = SYSTEM_FIELDS
+    other_fields: ClassVar[tuple[str, ...]] = SYSTEM_FIELDS
     refused: ClassVar[Mapping[str, str]] = REFUSED_MEDIA | {
         "functions": (
             "it is the older form of tools. Write each one into tools, as "
@@ -72,7 +72,7 @@ class Chat(Source):
             "format: tokens"
         ),
     }
-    input_field = "prompt"
+    input_field: ClassVar[str | None] = "prompt"
     column = "record"
     is_chat = True
 

@@ -57,7 +57,7 @@ class Preference(Chat):
         return others | {"prompt": prompt.get("messages"), "tools": prompt.get("tools")}, self
 
     def read_content(self, record: SourceRecord) -> Record:
-        fields = self.required
+        fields: tuple[str, ...] = self.required
         suggestion = ""
         # an empty prompt is a prompt
         if record.name("prompt") in record.values:
