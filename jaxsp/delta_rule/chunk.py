@@ -111,8 +111,43 @@ def multiply(
 
 
 def compute_inverse(tokens: Tokens, decays: Decays, dtype: jnp.dtype) -> Array:
-    """(I + N)^-1, N_ij the part of token j in what token i finds already stored. [T, G, R, C, C]"""
-    return invert(_compute_system(tokens, decays, dtype))
+    """(I + N)^-1, N_ij the part of token j in what token i finds already stored. [T, G, R, C, C]
+
+    By blocks whose size doubles, which is stable: powers of N reach 1e18 for equal keys.
+    """
+    n_ij = _compute_system(tokens, decays, dtype)
+    shape = n_ij.shape
+    size = shape[-1]
+    n_ij = n_ij.reshape(-1, size, size)  # XLA's CPU library has products of at most 8 dims
+    block = min(_INVERTED_BLOCK, size)
+    if size % block or (size // block) & (size // block - 1):
+        block = size
+    take = lambda i, j: n_ij[..., i : i + block, j : j + block]
+    inverse = _invert_blocks(jnp.stack([take(i, i) for i in range(0, size, block)], -3))
+    while block < size:
+        low = inverse[..., ::2, :, :]
+        high = inverse[..., 1::2, :, :]
+        off = jnp.stack([take(i + block, i) for i in range(0, size, 2 * block)], -3)
+        top = jnp.concatenate([low, jnp.zeros_like(low)], -1)
+        bottom = jnp.concatenate([-high @ (off @ low), high], -1)
+        inverse = jnp.concatenate([top, bottom], -2)
+        block *= 2
+    return inverse.reshape(shape)
+
+
+def _invert_blocks(n_ij: Array) -> Array:
+    """(I + N)^-1 of small matrices: each doubling is two products of whole matrices."""
+    size = n_ij.shape[-1]
+    index = np.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=n_ij.dtype), n_ij.shape)
+    block = 1
+    while block < size:
+        number = index // block
+        is_off = (number[:, None] // 2 == number // 2) & (number[:, None] > number)
+        off = jnp.where(np.broadcast_to(is_off, n_ij.shape), n_ij, 0)
+        inverse = inverse - inverse @ (off @ inverse)
+        block *= 2
+    return inverse
 
 
 def _compute_system(tokens: Tokens, decays: Decays, dtype: jnp.dtype) -> Array:
@@ -167,45 +202,6 @@ def pull_state(dx: Array, dout: Array, update: Update, readout: Readout, dtype: 
     read = multiply("...ck,...cv->...kv", readout.q, dout, dtype=dtype)
     stored = multiply("...ck,...cv->...kv", update.w, dnew, dtype=dtype)
     return update.decay[..., None, None] * dx + read - stored
-
-
-def invert(n_ij: Float32[Array, "... C C"]) -> Float32[Array, "... C C"]:
-    """(I + N)^-1 of strictly lower triangular N.
-
-    By blocks whose size doubles, which is stable: powers of N reach 1e18 for equal keys.
-    """
-    shape = n_ij.shape
-    size = shape[-1]
-    n_ij = n_ij.reshape(-1, size, size)  # XLA's CPU library has products of at most 8 dims
-    block = min(_INVERTED_BLOCK, size)
-    if size % block or (size // block) & (size // block - 1):
-        block = size
-    take = lambda i, j: n_ij[..., i : i + block, j : j + block]
-    inverse = _invert_blocks(jnp.stack([take(i, i) for i in range(0, size, block)], -3))
-    while block < size:
-        low = inverse[..., ::2, :, :]
-        high = inverse[..., 1::2, :, :]
-        off = jnp.stack([take(i + block, i) for i in range(0, size, 2 * block)], -3)
-        top = jnp.concatenate([low, jnp.zeros_like(low)], -1)
-        bottom = jnp.concatenate([-high @ (off @ low), high], -1)
-        inverse = jnp.concatenate([top, bottom], -2)
-        block *= 2
-    return inverse.reshape(shape)
-
-
-def _invert_blocks(n_ij: Array) -> Array:
-    """The same for small matrices: each doubling is two products of whole matrices."""
-    size = n_ij.shape[-1]
-    index = np.arange(size)
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=n_ij.dtype), n_ij.shape)
-    block = 1
-    while block < size:
-        number = index // block
-        is_off = (number[:, None] // 2 == number // 2) & (number[:, None] > number)
-        off = jnp.where(np.broadcast_to(is_off, n_ij.shape), n_ij, 0)
-        inverse = inverse - inverse @ (off @ inverse)
-        block *= 2
-    return inverse
 
 
 @jax.custom_vjp

@@ -14,9 +14,8 @@ JAX's own backward pass would differentiate pass 1 too, and keep the states of a
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,7 +45,6 @@ class Sections:
     """Division of a device's tokens into sections of chunks. Spans are padded to whole ones."""
 
     spans: RowSpans
-    chunk_tokens: int
     num_chunks: int
     """Chunks of a section."""
     per_span: int
@@ -63,13 +61,7 @@ class Sections:
         together = min(1 << (limit.bit_length() - 1), spans.count * per_span)
         while spans.count * per_span % together:
             per_span += 1  # of padding
-        return cls(
-            spans=spans,
-            chunk_tokens=CHUNK_TOKENS,
-            num_chunks=num_chunks,
-            per_span=per_span,
-            together=together,
-        )
+        return cls(spans=spans, num_chunks=num_chunks, per_span=per_span, together=together)
 
     @property
     def num_groups(self) -> int:
@@ -79,16 +71,16 @@ class Sections:
     @property
     def padded_tokens(self) -> int:
         """Tokens of this device, with the padding of its spans."""
-        return self.num_groups * self.together * self.num_chunks * self.chunk_tokens
+        return self.num_groups * self.together * self.num_chunks * CHUNK_TOKENS
 
     def split(self, x: Array) -> Array:
         """[l, ...] -> [groups, together, S, C, ...]. Padding is 0, which changes no state."""
         spans = self.spans
-        padded = self.per_span * self.num_chunks * self.chunk_tokens
+        padded = self.per_span * self.num_chunks * CHUNK_TOKENS
         x = x.reshape(spans.count, spans.span_tokens, *x.shape[1:])
         widths = [(0, 0), (0, padded - spans.span_tokens)] + [(0, 0)] * (x.ndim - 2)
         return jnp.pad(x, widths).reshape(
-            self.num_groups, self.together, self.num_chunks, self.chunk_tokens, *x.shape[2:]
+            self.num_groups, self.together, self.num_chunks, CHUNK_TOKENS, *x.shape[2:]
         )
 
     def join(self, x: Array) -> Array:
@@ -116,7 +108,7 @@ def compute(
         is_first: True at the first token of a segment.
     Precision: products in the dtype of v, summed in float32; states are float32.
     """
-    rule = _Rule.make(q, v, spans)
+    rule = _Rule(q, v, spans)
     run = jax.custom_vjp(lambda *inputs: rule.run_forward(*inputs)[0])
     run.defvjp(rule.run_forward, rule.run_backward)
     return jax.vmap(run)(q, k, v, g, beta, is_first)
@@ -126,8 +118,14 @@ def compute_with_state(
     *inputs: Array, spans: RowSpans
 ) -> tuple[Float[Array, "B l H V"], Float32[Array, "B G R K V"]]:
     """The same without gradients; and the state after each row's last token, on every device."""
-    rule = _Rule.make(inputs[0], inputs[2], spans)
-    return jax.vmap(rule.run_with_state)(*inputs)
+    rule = _Rule(inputs[0], inputs[2], spans)
+
+    def run(*inputs: Array) -> tuple[Array, Array]:
+        out, maps, states, _ = rule.run(inputs)
+        after_spans = maps(states).reshape(spans.count, -1, *states.shape[1:])[:, -1]
+        return out, spans.take_last(after_spans)
+
+    return jax.vmap(run)(*inputs)
 
 
 def compute_token(
@@ -145,33 +143,20 @@ def compute_token(
     return out.reshape(v.shape).astype(v.dtype), state
 
 
-@dataclasses.dataclass(frozen=True)
 class _Rule:
-    """Passes over the tokens of one row."""
+    """Passes over the tokens of one row. Args: q, v: those of all rows, [B, l, heads, ...]."""
 
-    sections: Sections
-    num_key_heads: int
-    dtype: Any
-
-    @classmethod
-    def make(cls, q: Array, v: Array, spans: RowSpans) -> "_Rule":
-        """Makes the passes over rows of these queries and values, [B, l, heads, ...]."""
-        sections = Sections.divide(spans, num_heads=v.shape[2])
-        return cls(sections, num_key_heads=q.shape[2], dtype=v.dtype)
+    def __init__(self, q: Array, v: Array, spans: RowSpans):
+        self.sections = Sections.divide(spans, num_heads=v.shape[2])
+        self.num_key_heads = q.shape[2]
+        self.dtype = v.dtype
 
     def run_forward(self, *inputs: Array) -> tuple[Array, tuple[Any, ...]]:
         """Outputs, and what the backward pass needs."""
-        out, maps, states, inverses = self._run(inputs)
+        out, maps, states, inverses = self.run(inputs)
         return out, (inputs, maps.m, states, inverses)
 
-    def run_with_state(self, *inputs: Array) -> tuple[Array, Array]:
-        """Outputs, and the state after the row's last token."""
-        out, maps, states, _ = self._run(inputs)
-        spans = self.sections.spans
-        after_spans = maps(states).reshape(spans.count, -1, *states.shape[1:])[:, -1]
-        return out, spans.take_last(after_spans)
-
-    def _run(self, inputs: Sequence[Array]) -> tuple[Array, AffineMap, Array, Array]:
+    def run(self, inputs: Sequence[Array]) -> tuple[Array, AffineMap, Array, Array]:
         """Outputs, the map of each section, the states that enter them, and inverses."""
         arrays = [self.sections.split(x) for x in inputs]
         maps, inverses = self._map_sections(arrays)
@@ -205,7 +190,6 @@ class _Rule:
         V = arrays[2].shape[-1]
         heads = (self.num_key_heads, arrays[2].shape[-2] // self.num_key_heads)
         T = sections.together
-        C = sections.chunk_tokens
         # U and M as one state [M | U]: the columns of M start as the identity, and nothing is
         # added to them
         start = jnp.concatenate([jnp.eye(K), jnp.zeros((K, V))], -1)
@@ -218,7 +202,8 @@ class _Rule:
                 decays = chunk.compute_decays(tokens)
                 inverse = chunk.compute_inverse(tokens, decays, self.dtype)
                 update = chunk.compute_update(tokens, decays, inverse, self.dtype)
-                update = update._replace(u=_pad_front(update.u, K))
+                widths = [(0, 0)] * (update.u.ndim - 1) + [(K, 0)]
+                update = update._replace(u=jnp.pad(update.u, widths))
                 inverses = _write(inverses, inverse, group, index)
                 return chunk.update_state(x, update, self.dtype)[0], inverses
 
@@ -228,7 +213,10 @@ class _Rule:
 
         empty = (
             jnp.zeros((sections.num_groups, *start.shape), jnp.float32),
-            jnp.zeros((sections.num_groups, sections.num_chunks, T, *heads, C, C), self.dtype),
+            jnp.zeros(
+                (sections.num_groups, sections.num_chunks, T, *heads, CHUNK_TOKENS, CHUNK_TOKENS),
+                self.dtype,
+            ),
         )
         maps, inverses = jax.lax.fori_loop(0, sections.num_groups, map_group, empty)
         maps = maps.reshape(-1, *maps.shape[2:])
@@ -246,9 +234,8 @@ class _Rule:
                 heads = heads.reshape(*heads.shape[:2], -1, heads.shape[-1])
                 return x, _write_chunk(out, heads, group, index)
 
-            return jax.lax.fori_loop(0, self.sections.num_chunks, run_chunk, (states[group], out))[
-                1
-            ]
+            start = (states[group], out)
+            return jax.lax.fori_loop(0, self.sections.num_chunks, run_chunk, start)[1]
 
         out = jnp.zeros(arrays[2].shape, arrays[2].dtype)
         return jax.lax.fori_loop(0, self.sections.num_groups, run_group, out)
@@ -276,12 +263,7 @@ class _Rule:
         return pulled.reshape(-1, *pulled.shape[2:])
 
     def _differentiate(
-        self,
-        arrays: Sequence[Array],
-        dout: Array,
-        states: Array,
-        dstates: Array,
-        inverses: Array,
+        self, arrays: Sequence[Array], dout: Array, states: Array, dstates: Array, inverses: Array
     ) -> list[Array]:
         """Pass 4: gradients of q, k, v, g and beta. Args: dstates: of the states that leave."""
         count = self.sections.num_chunks
@@ -307,10 +289,8 @@ class _Rule:
 
                 _, pull = jax.vjp(run, kept[index], *(x[group, :, index] for x in floats))
                 dx, *new = pull((_split_values(dout[group, :, index], self.num_key_heads), dx))
-                write: Callable[[Array, Array], Array] = functools.partial(
-                    _write_chunk, group=group, index=index
-                )
-                return dx, list(map(write, gradients, new))
+                pairs = zip(gradients, new, strict=True)
+                return dx, [_write_chunk(whole, part, group, index) for whole, part in pairs]
 
             kept = jnp.zeros((count, *states.shape[1:]), jnp.float32)
             _, kept = jax.lax.fori_loop(0, count, keep_state, (states[group], kept))
@@ -323,10 +303,15 @@ class _Rule:
 def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array) -> Tokens:
     """Tokens [T, C, heads, ...] as heads [T, heads, C, ...], q and k normalized."""
     num_key_heads, K = q.shape[-2:]
-    by_head = lambda x: jnp.moveaxis(_normalize(x), -3, -2)
+
+    def normalize(x: Array) -> Array:
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + _EPS)
+        return jnp.moveaxis(x, -3, -2)
+
     return Tokens(
-        q=by_head(q) * K**-0.5,
-        k=by_head(k),
+        q=normalize(q) * K**-0.5,
+        k=normalize(k),
         v=_split_values(v, num_key_heads),
         g=_split_heads(g, num_key_heads),
         beta=_split_heads(beta, num_key_heads),
@@ -344,16 +329,6 @@ def _split_values(x: Array, num_key_heads: int) -> Array:
     T, C, _, V = x.shape
     heads = x.astype(jnp.float32).reshape(T, C, num_key_heads, -1, V)
     return jnp.moveaxis(heads, 1, -2)
-
-
-def _normalize(x: Array) -> Array:
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + _EPS)
-
-
-def _pad_front(x: Array, size: int) -> Array:
-    """Zeros before the last dim."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(size, 0)])
 
 
 def _write(whole: Array, part: Array, *indices: Array) -> Array:

@@ -25,8 +25,7 @@ from jaxsp.run.config_file import Config
 from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
 from jaxsp.run.trackers.tracker import Client, Tracker
 from jaxsp.run.tracking import Trackers
-from jaxsp.tasks.eval_config import EvalConfig
-from jaxsp.tasks.registry import TASKS
+from jaxsp.tasks.eval_config import TASKS, EvalConfig
 from jaxsp.tasks.task import Task
 from tests import batches
 from tests.data import source_configs
