@@ -24,7 +24,7 @@ from jaxsp.attention.strategies.workload import (
 )
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.system import memory_limits
+from jaxsp.system import hardware
 
 NETWORK_COST = 8.0
 """Time of a byte through a device's network card, in times of a byte over its NVLink: 370 over 48
@@ -183,10 +183,10 @@ def _mean_sent_bytes(strategy: Strategy, layers: Mapping[LayerWorkload, int]) ->
 def _link_time(strategy: Strategy, layers: Mapping[LayerWorkload, int]) -> float:
     """Time that a strategy's collectives take in all layers, in bytes over NVLink.
 
-    Nodes have memory_limits.DEVICES_PER_NODE devices, so that a plan and a run on any nodes choose
+    Nodes have hardware.DEVICES_PER_NODE devices, so that a plan and a run on any nodes choose
     the same strategy.
     """
-    node_devices = memory_limits.DEVICES_PER_NODE
+    node_devices = hardware.DEVICES_PER_NODE
     # groups of another size than a node's lie on nodes in several ways, which repeat after this
     period = math.lcm(strategy.seq, node_devices)
     time = 0.0

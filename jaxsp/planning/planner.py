@@ -29,7 +29,7 @@ from jaxsp.planning.absent import Cluster
 from jaxsp.planning.fit import CompiledStep
 from jaxsp.planning.hlo import Collective
 from jaxsp.planning.step_time import TimeEstimate
-from jaxsp.system import device_mesh, memory_limits
+from jaxsp.system import device_mesh, hardware
 from jaxsp.training import step_descriptions
 from jaxsp.training.specs import find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
@@ -314,7 +314,7 @@ def _describe_memory(fitted: CompiledStep, cluster: Cluster) -> dict[str, Any]:
     pool_bytes = 0.0
     if use.host:
         largest = estimate.pool_bytes(estimate.step_offloaded_bytes(spec))
-        pool_size = memory_limits.pinned_pool_size(use.host, min(limit.host, largest))
+        pool_size = hardware.pinned_pool_size(use.host, min(limit.host, largest))
         pool_bytes = max(float(use.host), pool_size)
     is_device_fuller = use.device_total / limit.device >= use.host / limit.host
     is_bottleneck = use.host <= limit.host and is_device_fuller

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxsp.core import errors, urls
+from jaxsp.core import errors, paths
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats import records
@@ -104,7 +104,7 @@ def list_unread_fields(source: Source, data: DataConfig) -> list[str]:
 
 def _resolve_source(source: Source, select: Select, data: DataConfig) -> Records:
     """Finds the files, saved folder or hub data set with a source's name; local ones come first."""
-    path = None if urls.is_url(source.source) else source_files.resolve_path(source)
+    path = None if paths.is_url(source.source) else source_files.resolve_path(source)
     dataset = None
     if path is not None and _may_be_on_hub(path, source):
         dataset = hub.open_hub_dataset(source)
@@ -277,7 +277,7 @@ def check_no_duplicates(sources: Mapping[str, Source]) -> None:
             # a file by a name that no other file has; nothing for data sets
             path = source_files.resolve_path(source)
             identities: dict[str, str] = {}
-            if urls.is_url(source.source):
+            if paths.is_url(source.source):
                 identities = {url: url for url in source_files.StoredFiles(source.source).versions}
             elif path.is_file() or glob.has_magic(str(path)):
                 files = source_files.find_files(path, source)
