@@ -31,7 +31,7 @@ from jaxsp.attention.strategies.workload import (
 )
 from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
-from jaxsp.system import memory_limits
+from jaxsp.system import hardware
 
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CudnnKernel(), BlockwiseKernel())}
 """Kernels by name. `auto` uses the first that has no unsupported reasons."""
@@ -216,10 +216,10 @@ def _legal_degrees(layer: LayerWorkload, *, seq: int) -> list[int]:
 def _link_time(strategy: Strategy, layers: Mapping[LayerWorkload, int]) -> float:
     """Time that a strategy's collectives take in all layers, in bytes over NVLink.
 
-    Nodes have memory_limits.DEVICES_PER_NODE devices, so that a plan and a run on any nodes choose
+    Nodes have hardware.DEVICES_PER_NODE devices, so that a plan and a run on any nodes choose
     the same strategy.
     """
-    node_devices = memory_limits.DEVICES_PER_NODE
+    node_devices = hardware.DEVICES_PER_NODE
     # groups of another size than a node's lie on nodes in several ways, which repeat after this
     period = math.lcm(strategy.seq, node_devices)
     time = 0.0

@@ -22,7 +22,7 @@ from jaxsp.planning.fit import MemoryUse
 from jaxsp.planning.gpus import Gpu
 from jaxsp.planning.hlo import CompilerDump
 from jaxsp.planning.limits import MemoryLimit
-from jaxsp.system import memory_limits
+from jaxsp.system import hardware
 from jaxsp.training import compile_options, train_state, train_step
 from jaxsp.training.specs import StepSpec
 
@@ -60,13 +60,13 @@ class Cluster:
     def memory_limit(self) -> MemoryLimit:
         """Device memory that JAX may use, and a device's part of its node's memory, with one
         process per device."""
-        host_bytes = memory_limits.host_bytes_per_device(
+        host_bytes = hardware.host_bytes_per_device(
             num_processes=self.node_devices,
             num_devices=1,
             total_bytes=self.node_host_gib * units.GIB,
         )
         return MemoryLimit(
-            memory_limits.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,
+            hardware.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,
             host_bytes,
         )
 

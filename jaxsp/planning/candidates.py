@@ -16,7 +16,7 @@ from jaxsp.model.remat import RematPolicy, has_saved_products
 from jaxsp.planning import estimate, limits
 from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload
-from jaxsp.system import device_mesh, memory_limits
+from jaxsp.system import device_mesh, hardware
 from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
 
@@ -167,7 +167,7 @@ def _choose_degree(specs: Mapping[int, StepSpec], memory: MemoryLimit) -> int:
         for candidate in list_candidates(spec):
             if _fits(candidate, usable.device, usable.pinned):
                 policy = candidate.remat_policy
-                leaves_node = seq > memory_limits.DEVICES_PER_NODE
+                leaves_node = seq > hardware.DEVICES_PER_NODE
                 rank = remats.index(policy.remat)
                 costs[seq] = (not policy.is_attention_saved, leaves_node, rank, seq)
                 break

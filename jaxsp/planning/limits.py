@@ -16,7 +16,7 @@ from jaxsp.attention.strategies.workload import LayerWorkload, count_workloads
 from jaxsp.core import axes
 from jaxsp.core.units import GIB
 from jaxsp.planning import estimate, gpus
-from jaxsp.system import cluster, distributed, memory_limits
+from jaxsp.system import cluster, distributed, hardware
 from jaxsp.training.specs import StepSpec
 
 FRAGMENTATION_FRACTION = 0.022
@@ -89,7 +89,7 @@ def _find_host_bytes(num_devices: int) -> float:
     num_processes = cluster.count_local_processes(
         distributed.this_process(), os.environ, devices_per_process=num_devices
     )
-    return memory_limits.host_bytes_per_device(num_processes=num_processes, num_devices=num_devices)
+    return hardware.host_bytes_per_device(num_processes=num_processes, num_devices=num_devices)
 
 
 @functools.cache
@@ -99,19 +99,19 @@ def _find_local_limits(devices: tuple[Any, ...]) -> MemoryLimit:
     if not limits:
         return MemoryLimit(math.inf, math.inf)
     host = _find_host_bytes(len(devices))
-    return MemoryLimit(min(limits), host, memory_limits.pinned_pool_limit(os.environ))
+    return MemoryLimit(min(limits), host, hardware.pinned_pool_limit(os.environ))
 
 
 def subtract_reserves(spec: StepSpec, limits: MemoryLimit) -> MemoryLimit:
     """Memory available to a step, after fragmentation, CUDA, NCCL and checkpoints.
 
-    Args: limits: JAX's fraction of a device (`memory_limits.gpu_memory_fraction`), and a device's
+    Args: limits: JAX's fraction of a device (`hardware.gpu_memory_fraction`), and a device's
         part of its node's memory.
     """
-    fraction = memory_limits.gpu_memory_fraction(os.environ)
+    fraction = hardware.gpu_memory_fraction(os.environ)
     memory = limits.device / fraction
     # In a run, `raise_limits` has already reduced JAX's fraction; in a plan, nothing has
-    fraction = min(fraction, memory_limits.choose_fraction(memory, outside_bytes(spec)))
+    fraction = min(fraction, hardware.choose_fraction(memory, outside_bytes(spec)))
     device = memory * fraction * (1 - FRAGMENTATION_FRACTION)
     host = limits.host - estimate.checkpoint_bytes(spec)
     return MemoryLimit(device, host, limits.pool)
@@ -126,11 +126,11 @@ def outside_bytes(spec: StepSpec) -> float:
 def nccl_bytes(
     sizes: Mapping[str, int], strategy: Strategy, workloads: Iterable[LayerWorkload] = ()
 ) -> float:
-    """Estimate of NCCL's buffers on each device, with memory_limits.DEVICES_PER_NODE per node.
+    """Estimate of NCCL's buffers on each device, with hardware.DEVICES_PER_NODE per node.
 
     Args: sizes: of the mesh's axes. workloads: attention of the layers, if it is known.
     """
-    node_size = memory_limits.DEVICES_PER_NODE
+    node_size = hardware.DEVICES_PER_NODE
     all_to_all_size = strategy.heads.degree
     peers = min(all_to_all_size, node_size) - 1
     remote_peers = max(0, all_to_all_size - node_size)

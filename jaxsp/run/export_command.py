@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader, run_paths, run_storage
-from jaxsp.core import urls
+from jaxsp.core import paths
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
@@ -32,7 +32,7 @@ def export(
     Args: see `jaxsp export --help`.
     Returns: lines to print. Raises: UserError with the problems of the input.
     """
-    if urls.is_url(out):
+    if paths.is_url(out):
         raise UserError(f"OUT_DIR = {out}: must be a folder of this machine. Use hf.")
     directory = pathlib.Path(out)
     check_target(directory)

@@ -17,7 +17,6 @@ from jaxsp.planning.candidates import list_degrees
 from jaxsp.run.config_file import Config
 from jaxsp.system import (
     cluster,
-    compilation_cache,
     device_mesh,
     distributed,
     hardware,
@@ -32,7 +31,7 @@ ONE_PROCESS = Process()
 def start(config: Config, process: Process = ONE_PROCESS) -> None:
     """Makes JAX ready to compile a config's steps, in all processes. Raises: UserError."""
     choose_platform(config, process)
-    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
+    jax_platform.enable_cache(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
 
 

@@ -22,7 +22,7 @@ from jaxsp.planning.meshes import MeshPlan
 from jaxsp.planning.planner import Plan
 from jaxsp.run import data_sets
 from jaxsp.run.config_file import Config
-from jaxsp.system import memory_limits
+from jaxsp.system import hardware
 from jaxsp.training.step_config import StepConfig
 
 
@@ -52,7 +52,7 @@ def plan(
     for note in filter(None, (sizes.note, excess)):
         console.print(note)
     if mode == "longest" and config.mesh.seq == "auto":
-        degree = (devices or memory_limits.DEVICES_PER_NODE) // config.mesh.replica or 1
+        degree = (devices or hardware.DEVICES_PER_NODE) // config.mesh.replica or 1
         raise UserError(
             "mesh.seq = auto: must be a number with --longest, because it follows from the row "
             f"length. Use mesh.seq={degree}."
@@ -107,7 +107,7 @@ def count_devices(config: Config, num_devices: int | None, *, is_fixed: bool = T
     is_filling = mesh.data == -1
     unit = mesh.replica * (1 if mesh.seq == "auto" else mesh.degree)
     unit *= 1 if is_filling else mesh.data
-    groups = -(-memory_limits.DEVICES_PER_NODE // unit) if is_filling else 1
+    groups = -(-hardware.DEVICES_PER_NODE // unit) if is_filling else 1
     count = num_devices or groups * unit
     is_legal = count % unit == 0 if is_filling else count == unit
     if is_fixed and not is_legal:

@@ -20,7 +20,7 @@ from jaxsp.config.fields import (
     for_training,
     with_examples,
 )
-from jaxsp.core import paths, urls
+from jaxsp.core import paths
 
 
 class RunConfig(ConfigSection):
@@ -171,7 +171,7 @@ class RunConfig(ConfigSection):
     @property
     def local_dir(self) -> pathlib.Path:
         """Folder of the run on this machine: directory, or this process's copy if that is a URL."""
-        if not urls.is_url(self.directory):
+        if not paths.is_url(self.directory):
             return pathlib.Path(self.directory)
         from jaxsp.checkpoint import run_paths
         from jaxsp.system import distributed
@@ -188,7 +188,7 @@ class RunConfig(ConfigSection):
         """
         import jax
 
-        return jax.process_index() == 0 or urls.is_url(self.directory)
+        return jax.process_index() == 0 or paths.is_url(self.directory)
 
     @property
     def save_steps(self) -> int | None:

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import config_file
-from jaxsp.core import durations, files, urls
+from jaxsp.core import durations, files, paths
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.evaluation import task_plots
@@ -31,7 +31,7 @@ from jaxsp.run.progress import Progress
 from jaxsp.run.run import Run
 from jaxsp.run.tracking import Trackers
 from jaxsp.system import distributed, jsonl, run_lock
-from jaxsp.system.run_status import RunStatus
+from jaxsp.system.watchdog import RunStatus
 from jaxsp.training.metric_table import Line
 
 
@@ -79,7 +79,7 @@ class RunDirectory:
                     before_write=self.metrics.sync,
                     eval_set=run.ranking_eval_set,
                     is_writer=config.run.is_writer,
-                    has_separate_folders=urls.is_url(config.run.directory)
+                    has_separate_folders=paths.is_url(config.run.directory)
                     and jax.process_count() > 1,
                     uploads=stored_run.uploads.get(directory.resolve()),
                 )

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.core import durations, urls
+from jaxsp.core import durations, paths
 from jaxsp.core.batch import Batch
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import StepCounts
@@ -22,7 +22,7 @@ from jaxsp.run import metrics
 from jaxsp.run.metrics import NonfiniteStep, StepFields
 from jaxsp.run.run import Run
 from jaxsp.run.run_directory import RunDirectory
-from jaxsp.system.run_status import RunStatus
+from jaxsp.system.watchdog import RunStatus
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_step import StepResults
@@ -275,7 +275,7 @@ class StepLog:
         mean_loss = f"{statistics.mean(losses):.4f}" if losses else "none"
         recent_steps = format_count(len(losses), "step")
         duration = durations.describe(self._ended - self._began)
-        out = "hf" if urls.is_url(directory) else f"{directory}/hf"
+        out = "hf" if paths.is_url(directory) else f"{directory}/hf"
         evaluate = [f"eval {directory}"] if self._run.eval_sets else []
         commands = [f"report {directory}", *evaluate, f"export {directory} {out}"]
         loss = f"{first_loss} at step {start.step + 1}, mean of the last {recent_steps} {mean_loss}"

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.run_storage import Uploads
-from jaxsp.core import urls
+from jaxsp.core import paths
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
 from jaxsp.system import run_lock
 from jaxsp.system.object_store import ObjectStore
@@ -31,7 +31,7 @@ def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
 
     Args: folder: this process's copy.
     """
-    if not urls.is_url(url):
+    if not paths.is_url(url):
         yield
         return
     with at("run.directory", url):

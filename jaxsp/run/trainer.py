@@ -29,7 +29,7 @@ from jaxsp.run.run_directory import RunDirectory
 from jaxsp.run.step_log import StepLog
 from jaxsp.run.trackers.tracker import Outcome
 from jaxsp.system.preemption import Preemption
-from jaxsp.system.run_status import Activity, RunStatus
+from jaxsp.system.watchdog import Activity, RunStatus
 from jaxsp.training import train_state
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState

@@ -26,7 +26,7 @@ from jaxsp.run import build, config_file, preflight, trainer
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.run_config import RunConfig
 from jaxsp.system.preemption import Preemption
-from jaxsp.system.run_status import RunStatus
+from jaxsp.system.watchdog import RunStatus
 from jaxsp.training import train_step
 from jaxsp.training.train_state import TrainState
 from tests import batches, commands, messages

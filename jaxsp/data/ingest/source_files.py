@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import filelock
 
-from jaxsp.core import errors, paths, urls
+from jaxsp.core import errors, paths
 from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError
 from jaxsp.data.formats.source import Source
@@ -84,7 +84,7 @@ class StoredFiles:
     Raises: UserError if there is none, or if the store cannot be used."""
 
     def __init__(self, url: str):
-        urls.check(url)
+        paths.check_url(url)
         bucket = "/".join(url.split("/")[:3])
         pattern = url.removeprefix(f"{bucket}/")
         self._store = ObjectStore(bucket)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jaxsp.core import errors, urls
+from jaxsp.core import errors, paths
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats import records
@@ -101,7 +101,7 @@ def list_unread_fields(source: Source, data: DataConfig) -> list[str]:
 
 
 def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
-    path = None if urls.is_url(source.source) else source_files.resolve_path(source)
+    path = None if paths.is_url(source.source) else source_files.resolve_path(source)
     dataset = None
     if path is not None and _may_be_on_hub(path, source):
         dataset = hub.open_hub_dataset(source)
