@@ -219,7 +219,7 @@ def plan_step(
     pool_bytes = 0.0
     if use.host:
         largest = estimate.pool_bytes(estimate.step_offloaded_bytes(spec))
-        pool_size = memory_limits.pinned_pool_size(use.host, min(limit.host, largest))
+        pool_size = hardware.pinned_pool_size(use.host, min(limit.host, largest))
         pool_bytes = max(float(use.host), pool_size)
     is_device_fuller = use.device_total / limit.device >= use.host / limit.host
     is_bottleneck = use.host <= limit.host and is_device_fuller
