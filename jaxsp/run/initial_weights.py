@@ -61,15 +61,12 @@ def open_sources(
 ) -> InitialWeights:
     """Checks the files of the weights of step 0, and downloads them first if they are on the hub.
 
-    Args:
-        source: folder of model.source; None for random weights.
-        adapter_source: folder of adapter.source; None for new adapters.
+    Args: source, adapter_source: of model and adapter; None for random weights and new adapters.
     Raises: UserError for tensors and files that are missing, damaged or of another model.
     """
-    reader = None
-    if source is not None:
-        reader = weights.open_folder(source, decoder.plain_table(spec.model))
-    adapter_reader = None
-    if adapter_source is not None:
-        adapter_reader = peft.open_weights(adapter_source, spec.table)
-    return InitialWeights(spec=spec, reader=reader, adapter_reader=adapter_reader)
+    table = decoder.plain_table(spec.model)
+    return InitialWeights(
+        spec=spec,
+        reader=source and weights.open_folder(source, table),
+        adapter_reader=adapter_source and peft.open_weights(adapter_source, spec.table),
+    )
