@@ -64,9 +64,10 @@ def open_sources(
     Args: source, adapter_source: of model and adapter; None for random weights and new adapters.
     Raises: UserError for tensors and files that are missing, damaged or of another model.
     """
-    table = decoder.plain_table(spec.model)
-    return InitialWeights(
-        spec=spec,
-        reader=source and weights.open_folder(source, table),
-        adapter_reader=adapter_source and peft.open_weights(adapter_source, spec.table),
-    )
+    reader = None
+    if source is not None:
+        reader = weights.open_folder(source, decoder.plain_table(spec.model))
+    adapter_reader = None
+    if adapter_source is not None:
+        adapter_reader = peft.open_weights(adapter_source, spec.table)
+    return InitialWeights(spec=spec, reader=reader, adapter_reader=adapter_reader)
