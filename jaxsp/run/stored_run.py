@@ -26,10 +26,8 @@ uploads: dict[pathlib.Path, Uploads] = {}
 def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
     """Context in which a run can use run.directory, if that is a URL; otherwise it does nothing.
 
-    At the start, the side with the later checkpoint, local copy or store, is copied to the other.
-    All processes must enter it together, after run_lock.lock; each has a copy of its own.
-
-    Args: folder: this process's copy.
+    At the start, the side with the later checkpoint, store or this process's copy in `folder`, is
+    copied to the other. All processes must enter it together, after run_lock.lock.
     """
     if not paths.is_url(url):
         yield
@@ -69,10 +67,7 @@ def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
 
 
 def _clean(store: ObjectStore, folder: pathlib.Path) -> int:
-    """Deletes incomplete checkpoints. Returns: latest complete one, or 0, in process 0.
-
-    Raises: UserError for other files than a run's, and for another run than that of the local copy.
-    """
+    """Deletes incomplete checkpoints. Returns: latest complete one, or 0, in process 0."""
     if jax.process_index() > 0:
         return 0
     names = set(store.list()) - set(run_lock.BOOKKEEPING_FILES)

@@ -60,15 +60,11 @@ def train_config(
 ) -> tuple[Run, TrainState | None]:
     """Trains a config from its latest checkpoint to its last step, in its locked run directory.
 
-    A damaged checkpoint is set aside, and the run resumes from the one before it.
-
     Args:
         config_path: file of the config, for messages about the lock.
         loss: a loss per token; None: cross entropy.
-        on_line: see `trainer.train`.
         needs_state: restore the state of a run that was complete.
     Returns: the run and its last state; None if it was complete, unless `needs_state`.
-    Raises: see `trainer.train`.
     """
     folder = config.run.local_dir
     process = distributed.this_process()

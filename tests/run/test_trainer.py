@@ -470,9 +470,9 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
     now = RunStatus()
 
     def watched(spec, console):
-        step = compile_(spec, console)
-        look = lambda *given: seen.append(now.num_dispatched) or step.function(*given)
-        return dataclasses.replace(step, function=look)
+        step, seconds = compile_(spec, console)
+        look = lambda *given: seen.append(now.num_dispatched) or step.executable(*given)
+        return dataclasses.replace(step, executable=look), seconds
 
     monkeypatch.setattr(preflight, "compile_step", watched)
     chosen = settings(folder, "run.steps=3")
