@@ -120,14 +120,6 @@ def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
     assert caught.value.problems == ["optimizer.name = x: no"]
 
 
-def list_labels(config, *, seq, num_heads):
-    model = types.SimpleNamespace(
-        num_heads=num_heads, num_kv_heads=4, head_dim=64, layer_scores=[ScoreConfig()]
-    )
-    config = config.change(mesh={"seq": seq})
-    return list_options(config.attention, config.rows, model)
-
-
 def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
     """A mesh that training accepts is not refused because of a field of another strategy."""
     config = programs.settings(
