@@ -59,6 +59,7 @@ def straight(folder):
     return train(folder, "2x4", *ROUTER_LOSSES, mesh="2x4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x8", pytest.param("1x1", marks=pytest.mark.slow)])
 def test_losses_are_the_same_on_every_mesh(folder, straight, mesh):
     words = (*ROUTER_LOSSES, *(["attention.strategy=ring"] if mesh == "1x8" else []))
@@ -75,6 +76,7 @@ def read_weights(run: pathlib.Path) -> dict[str, bytes]:
     return {path: array.tobytes() for path, array in arrays.items()}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(folder, straight):
     shutil.copytree(folder / "2x4", folder / "stopped")
     for step in range(test_hybrid.STOPPED + 1, STEPS + 1):
