@@ -8,9 +8,7 @@ import pathlib
 import re
 from typing import Any
 
-import httpx2
 import huggingface_hub
-import huggingface_hub.errors as hub
 import ml_dtypes
 import numpy as np
 import pytest
@@ -323,63 +321,3 @@ _OTHER_FILES = """
     original/tokenizer.model original/config.json modeling_x.py
     model.gguf onnx/model.onnx README.md
 """.split()
-
-
-def response_fields(status: int) -> dict[str, Any]:
-    return {
-        "response": httpx2.Response(
-            status, request=httpx2.Request("GET", "https://huggingface.co/api/models/org/name")
-        )
-    }
-
-
-def unreachable(cause: Exception) -> Exception:
-    """The error of snapshot_download if the model is not in the cache."""
-    error = hub.LocalEntryNotFoundError("An error happened")
-    error.__cause__ = cause
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "parts"),
-    [
-        (
-            hub.GatedRepoError("403", **response_fields(403)),
-            ["gated", "https://huggingface.co/org/name", "hf auth login"],
-        ),
-        (
-            hub.RepositoryNotFoundError("401", **response_fields(401)),
-            ["folder", "hub", "private", "hf auth login"],
-        ),
-        (
-            unreachable(httpx2.ConnectError("[Errno -3] Temporary failure in name resolution")),
-            ["folder", "cache", "Temporary failure in name resolution", "hf download org/name"],
-        ),
-        (
-            hub.HfHubHTTPError("401 Client Error", **response_fields(401)),
-            ["hub", "401 Client Error", "token", "hf auth login"],
-        ),
-        (
-            unreachable(hub.HfHubHTTPError("403 Forbidden", **response_fields(403))),
-            ["hub", "403 Forbidden", "token", "hf auth login"],
-        ),
-        (
-            hub.HfHubHTTPError("500 Server Error\nRequest ID", **response_fields(500)),
-            ["downloaded", "500 Server Error"],
-        ),
-        (httpx2.ReadTimeout("timed out"), ["downloaded", "timed out"]),
-        (
-            OSError(28, "No space left on device"),
-            ["downloaded", "[Errno 28] No space left on device"],
-        ),
-    ],
-)
-def test_errors_of_the_hub_are_one_line_with_a_suggestion(tmp_path, monkeypatch, error, parts):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    (problem,) = problems(source="org/name")
-    assert_names(problem, *parts)

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset, summary
+from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
 from tests.data.packing import test_loader
-from tests.messages import assert_names
 
 
 def tokenized(lengths, first=0, labels=False):
@@ -232,35 +231,3 @@ def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(rows_pe
     )
     actual = [done + step for step in range(1, len(rest) + 1) if data.is_epoch_end(rest, step)]
     assert actual == [step for step in expected if step > done]
-
-
-def test_changes_of_the_data_are_named():
-    config = test_loader.settings_of()
-    data = data_of([[3, 4], [5]], config)
-    before = data.fingerprint(config.data, seed=config.run.seed)
-    assert (
-        dataset.describe_changes(before, data.fingerprint(config.data, seed=config.run.seed)) == []
-    )
-    other = test_loader.settings_of(row_tokens=64, max_segments=6)
-    (tokens, slots) = dataset.describe_changes(
-        before, data.fingerprint(other.data, seed=other.run.seed)
-    )
-    assert_names(tokens, "32", start="data.row_tokens = 64")
-    assert_names(slots, "5", start="data.max_segments_per_row = 6")
-    longer = data_of([[3, 4], [6, 2]], config)
-    renamed = {**longer.fingerprint(config.data, seed=config.run.seed)}
-    renamed["sources"] = [
-        {**renamed["sources"][0], "name": "x"},
-        {**renamed["sources"][1], "digest": "new"},
-    ]
-    (tokens,) = dataset.describe_changes(before, renamed)
-    assert_names(tokens, "2", "1", "8", "5", start="data.train.1 (b)")
-    (count,) = dataset.describe_changes(
-        before, data_of([[3]], config).fingerprint(config.data, seed=config.run.seed)
-    )
-    assert_names(count, "1", "2", start="data.train ")
-    weighted = data_of([[3, 4], [5]], config, weights=[1.0, 3.0]).fingerprint(
-        config.data, seed=config.run.seed
-    )
-    (weights,) = dataset.describe_changes(before, weighted)
-    assert_names(weights, "weights", "data.train = [0.25, 0.75]", "None")
