@@ -170,6 +170,7 @@ def test_rolling_likelihoods_are_those_of_the_harness(harness_models):
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_task_of_ones_own_gets_the_scores_of_the_harness(
     folder, harness_models, tmp_path, capsys, monkeypatch
