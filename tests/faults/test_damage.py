@@ -176,6 +176,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_used(finished, r
     assert re.search(start, messages.read_banner(run / "run"))
 
 
+@pytest.mark.slow
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(run):
     for step in (2, 4):
         flip(run / f"run/checkpoints/{step}")

@@ -59,7 +59,6 @@ def undisturbed(tmp_path_factory):
 
 
 MOMENTS = {
-    "before the start": lambda directory: True,
     "while a checkpoint is written": lambda directory: any(directory.glob("checkpoints/*.partial")),
 }
 

@@ -80,6 +80,7 @@ cli.run_command(train.main)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_upload_their_shards_and_resume_from_them(tmp_path, monkeypatch):
     config, _ = two_processes.write_config(tmp_path, name="run", data=2, seq=4)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
