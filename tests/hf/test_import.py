@@ -151,6 +151,7 @@ def check_slices(directory: pathlib.Path, table: layers.Weights, master: layers.
                 assert batches.is_bitwise_equal(part, array[-1][index]), param.hf_name
 
 
+@pytest.mark.slow
 def test_tensors_of_all_experts_give_the_same_bits_as_one_for_each(tmp_path):
     fields = oracle.MODELS["qwen3_moe"] | {"num_hidden_layers": 2}
     model = oracle.torch_model(fields)

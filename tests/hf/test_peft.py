@@ -316,8 +316,8 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
         },
     ),
 }
-QUICK_SOURCES = ("regex", "excluded", "tied", "dora")
-E2E_SOURCES = ("full names", "dropout", "rslora", "experts")
+QUICK_SOURCES = ("regex", "tied", "dora")
+E2E_SOURCES = ("dropout", "rslora")
 
 
 def mark(name):
