@@ -29,6 +29,7 @@ def test_a_product_has_two_operations_per_multiplication_and_moves_each_array_on
     assert cost.device_bytes == 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_step_has_the_needed_products_and_those_that_the_backward_pass_repeats():
     """The forward products of layers are computed twice, except the last one of a layer, whose
