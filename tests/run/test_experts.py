@@ -94,6 +94,7 @@ def evaluate(what: pathlib.Path, folder: pathlib.Path, *words: str) -> float:
     return commands.read_lines(folder / "eval.jsonl")[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_transformers_and_untrained_weights_are_exported_unchanged(
     folder, documents
 ):
@@ -132,6 +133,7 @@ def test_with_the_loss_of_routers_loss_and_gradient_norm_are_those_of_transforme
     assert line["grad_norm"] == pytest.approx(sum(squares) ** 0.5, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT 0.21.2
 def test_an_adapter_loads_in_peft_with_our_loss_and_is_merged(folder, documents):
     import peft

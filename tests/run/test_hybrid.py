@@ -102,6 +102,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, straight):
     }
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_transformers_and_untrained_weights_are_exported_unchanged(folder):
     documents = write_documents(folder / "two.jsonl", [100, 27])
     words = ("optimizer.learning_rate=0", "run.steps=1", "batch.rows_per_step=1")

@@ -92,8 +92,6 @@ def assert_equal(lines, expected_lines):
 
 # pairs of up to 250 tokens: in rows of 256 they fit, in rows of 128 some are in two rows
 CASES = {
-    "rows of 128": {"data": {"row_tokens": 128}, "batch": {"rows_per_step": 12}},
-    "rows of 256": {"batch": {"rows_per_step": 4}},
     "a mixture of two sources": {"sources": ("train", "other"), "data": {"row_tokens": 128}},
 }
 
@@ -123,6 +121,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_reads_its_references(folder):
     assert list(map(without_times, resumed)) == list(map(without_times, straight))
 
 
+@pytest.mark.slow
 def test_lost_references_are_those_of_the_first_weights_again(folder):
     """Also on another mesh, after the run's files and the cache are lost."""
     config = settings(folder, "lost", "run.steps=2", "run.save_every=2")
@@ -166,6 +165,7 @@ def write_adapter(folder, kind):
     return str(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "expected", "kind", "quantization"),
     [
@@ -226,6 +226,7 @@ def test_given_references_are_used(folder):
     assert line["reward_margin"] == pytest.approx(margin, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_evaluation_is_that_of_the_training_loss(folder):
     """Over all pairs, on two meshes: it is the loss of a step with all of them."""
     words = ("run.steps=null", "run.epochs=1", "batch.rows_per_step=32")

@@ -137,6 +137,7 @@ def read_expected(directory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 # of SQLAlchemy, in MLflow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -159,6 +160,7 @@ def test_mlflow_has_every_number_of_both_processes_in_one_run(run):
     assert tracked.data.params["data.row_tokens"] == "64"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_wandb_has_a_folder_of_the_same_run_for_each_process(run):
     directory, outputs = run

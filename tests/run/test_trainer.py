@@ -246,6 +246,7 @@ def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
     assert reader.read_meta(folder / f"run/checkpoints/{best}").eval_loss == losses[best]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     result = []
