@@ -56,12 +56,7 @@ step amplify their rounding."""
 
 E2E = {
     ("dpo", "llama"),
-    ("dpo", "qwen3"),
-    ("dpo", "gemma3"),
-    ("hinge", "llama"),
     ("ipo", "qwen3"),
-    ("robust", "gemma3"),
-    ("dpo with sft", "qwen3"),
     ("kto", "llama"),
     ("simpo", "qwen3"),
     ("orpo", "gemma3"),
