@@ -76,6 +76,7 @@ def num_calls(text: str) -> tuple[int, int]:
     )
 
 
+@pytest.mark.slow
 def test_attention_sends_bfloat16_in_6_all_to_alls_per_layer_and_microbatch(small):
     # forward q, k and v together, and the output; backward both again, then their transposes
     calls = [sent for sent in hlo.parse_collectives(small[1]) if sent.operation == "all-to-all"]
@@ -83,6 +84,7 @@ def test_attention_sends_bfloat16_in_6_all_to_alls_per_layer_and_microbatch(smal
     assert {dtype for sent in calls for dtype in sent.bytes_by_dtype} == {"bf16"}
 
 
+@pytest.mark.slow
 def test_cudnn_is_called_once_per_bin_length_forward_and_not_again_backward(small):
     slots, text = small
     expected = 4 * 3  # layers and microbatches
