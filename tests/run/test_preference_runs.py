@@ -136,6 +136,7 @@ def test_lost_references_are_those_of_the_first_weights_again(folder):
     assert_equal(resumed, straight)
 
 
+@pytest.mark.slow
 def test_with_adapters_the_reference_is_the_base(folder):
     adapter = {"type": "lora", "rank": 4}
     lines, _ = run(settings(folder, "lora", adapter=adapter))

@@ -92,6 +92,7 @@ def test_checkpoints_are_written_when_asked_and_at_the_end(folder, save_every, s
     assert sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir()) == steps
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
     """The next step takes over the memory of the state that is being written."""
