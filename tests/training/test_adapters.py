@@ -78,7 +78,7 @@ CASES |= {
         (1, 2, 4), OF_EXPERTS, memory=HOST | TILES | STACK, has_experts=True
     ),
 }
-E2E = ("data parallel", "nf4", "all offloaded")
+E2E = ("nf4", "all offloaded")
 
 
 def marks(name):
