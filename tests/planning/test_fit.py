@@ -225,9 +225,6 @@ def test_nccl_takes_memory_for_each_communicator_and_each_peer_of_an_all_to_all(
     assert actual == pytest.approx((1 + expected) * GIB), "1 GiB for CUDA"
 
 
-# Host memory
-
-
 # The formula
 
 
