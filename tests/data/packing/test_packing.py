@@ -119,6 +119,29 @@ def test_rows_can_be_read_in_any_order():
     ]
 
 
+def test_many_epochs_are_counted_after_four_plans(monkeypatch):
+    """Each epoch has another order; later ones have the rows of one of the first four."""
+    plan = packing.plan_rows
+    seeds = []
+    monkeypatch.setattr(
+        packing, "plan_rows", lambda *a, seed, **k: seeds.append(seed) or plan(*a, seed=seed, **k)
+    )
+    sequence = epochs()
+    assert sequence.count_rows(1) > 0
+    assert seeds == [(0, 0)]
+    assert sequence.count_rows(1000) == 250 * sequence.count_rows(4)
+    assert seeds == [(0, epoch) for epoch in range(4)]
+    actual = []
+    for epoch in range(20):
+        numbers = range(sequence.count_rows(epoch), sequence.count_rows(epoch + 1))
+        assert [sequence.find_epoch(number) for number in numbers] == [epoch] * len(numbers)
+        actual.append([segments(sequence.row(number)) for number in numbers])
+        assert sorted(map(str, actual[-1])) == sorted(map(str, actual[epoch % 4]))
+    assert len({str(rows) for rows in actual}) == 20
+    assert sequence.find_epoch(sequence.count_rows(10**6)) == 10**6
+    assert len(seeds) == 4
+
+
 def fullness(lengths, *, row_tokens, max_segments):
     plan = plan_rows(lengths, row_tokens=row_tokens, max_segments=max_segments, seed=9)
     return lengths.sum() / (len(plan) * row_tokens)
