@@ -10,9 +10,7 @@ import sys
 import pytest
 from tensorboardX.proto import event_pb2
 
-from jaxsp import report
 from tests import commands
-from tests.run import test_report
 
 pytestmark = pytest.mark.e2e
 
@@ -74,6 +72,7 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_every_number_of_metrics_and_eval(runs):
     folder, *_ = runs
     numbers = {(tag, step): value for tag, step, value in events(folder / "first/tensorboard")}
@@ -86,12 +85,14 @@ def test_tensorboard_shows_every_number_of_metrics_and_eval(runs):
     assert not numbers
 
 
+@pytest.mark.slow
 def test_trace_of_the_profiled_steps_is_written(runs):
     folder, *_ = runs
     (trace,) = (folder / "first/profile").rglob("*.xplane.pb")
     assert trace.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_second_start_compiles_nothing_that_the_first_has_cached(runs):
     folder, first, second = runs
     assert first == second
@@ -100,6 +101,7 @@ def test_second_start_compiles_nothing_that_the_first_has_cached(runs):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
     folder, *_ = runs
     (start,) = lines(folder / "first", "starts.jsonl")
@@ -111,14 +113,3 @@ def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
     assert 0 <= counts < 1024, "two moments, and AdamW's count of each weight"
     assert memory["device"]["other temporaries"] > 0
     assert start["compile_s"] > 0
-
-
-def test_the_report_of_two_runs_has_their_losses(runs, capsys):
-    folder, *_ = runs
-    out = folder / "report.html"
-    report.main([str(folder / "first"), str(folder / "second"), "--out", str(out)])
-    assert str(out) in capsys.readouterr().out
-    text = out.read_text(encoding="utf-8")
-    shown = [trace["y"] for trace in test_report.Page(text).charts["Training loss"]["traces"]]
-    for name in ("first", "second"):
-        assert [line["loss"] for line in lines(folder / name, "metrics.jsonl")] in shown

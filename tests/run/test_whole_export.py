@@ -115,6 +115,7 @@ def test_an_export_needs_the_checkpoint_that_the_run_started_from(folder, losses
     assert all(batches.is_bitwise_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT 0.21.2
 def test_adapters_are_trained_and_exported_alone_and_merged(folder, capsys):
     peft = pytest.importorskip("peft", reason="peft is not installed (extra `test`)")
@@ -134,14 +135,3 @@ def test_adapters_are_trained_and_exported_alone_and_merged(folder, capsys):
     merged = check_export(folder, folder / "merged")
     assert merged == pytest.approx(expected, rel=tolerances.EVAL)
     assert merged < losses[-1]
-
-
-@pytest.mark.slow
-def test_a_run_from_random_weights_is_exported_with_the_parts_of_source(folder):
-    words = ("model.source=null", f"model.config={json.dumps(FIELDS['text_config'])}")
-    train(folder, "random", *words, "run.steps=1", groups=1, seq=1)
-    messages.assert_names(messages.read_banner(folder / "random"), "note", "--source")
-    with messages.assert_refused("muse_glimmer_text", "--source", "model.config"):
-        run_export(folder / "random", folder / "none")
-    run_export(folder / "random", folder / "filled", "--source", folder / "model")
-    check_export(folder, folder / "filled")
