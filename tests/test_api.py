@@ -11,18 +11,22 @@ import sys
 import jax
 import numpy as np
 import pytest
+import rich.console
 import safetensors.numpy
 
 import jaxsp
+from jaxsp.config import yaml_io
+from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
-from jaxsp.run import config_file
-from jaxsp.sharding import sharding
+from jaxsp.run import build, config_file
+from jaxsp.run import trainer as run_trainer
+from jaxsp.sharding import host_offload, sharding
 from jaxsp.system import distributed
-from jaxsp.training import train_state
-from tests import batches, commands, markdown
+from jaxsp.training import compile_options, train_state
+from tests import batches, commands, markdown, messages
 from tests.data.chat import chats
 
 SETTINGS = {
@@ -35,6 +39,7 @@ SETTINGS = {
 }
 FIELDS = batches.UNEVEN_LLAMA
 
+LENGTHS = (60, 9, 130, 31, 44, 17, 64)
 STEPS = 3
 
 
@@ -100,6 +105,21 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     assert name == "bfloat16"
 
 
+@pytest.mark.skipif(
+    compile_options.parse_version(jax.__version__) < host_offload.MIN_RELEASE,
+    reason="needs jax 0.11.1",
+)
+def test_weights_in_host_memory_are_saved(base, tmp_path):
+    trainer = make_trainer(base, memory={"offload_optimizer": "state"})
+    assert any(map(host_memory.is_on_host, jax.tree.leaves(trainer.state.master)))
+    trainer.save(tmp_path / "out")
+    old, new = (
+        safetensors.numpy.load_file(path / "model.safetensors")
+        for path in (pathlib.Path(base), tmp_path / "out")
+    )
+    assert batches.is_bitwise_equal(new, old)
+
+
 def with_weights(trainer, has_weights=True):
     """The trainer, which takes weights of tokens."""
     changed = copy.copy(trainer)
@@ -139,6 +159,87 @@ def test_documents_are_packed_with_labels_and_weights(loaded):
         assert all(document in step_pieces for document in right), (
             "four rows are at least one epoch"
         )
+
+
+BAD = [
+    ({"documents": [[1, 2], [3, 4, 257]]}, ["documents[1][2] = 257", 0, 256]),
+    ({"documents": [[1, 1.5], [3, 4]]}, ["documents[0][1] = 1.5"]),
+    ({"documents": [[-100, 2]]}, ["documents[0][0] = -100"]),
+    ({"documents": []}, ["documents: "]),
+    ({"labels": [[1, -100], [-1, 3]]}, ["labels[1][0] = -1", 0, 256, -100]),
+    ({"labels": [[1, 2]]}, ["labels[1]", "documents[1]", "2 lists"]),
+    ({"weights": [[1.0], [1, 1]]}, ["weights[0]", "documents[0]"]),
+    ({"weights": [[0, 1], [1, -1.0]]}, ["weights[1][1] = -1.0", 0]),
+    ({"weights": [[0, 1], [np.nan, 1]]}, ["weights[1][0] = nan"]),
+    ({"documents": [[1, 2], "ab"]}, ["documents[1]", "list"]),
+    ({"documents": [1, 2]}, ["documents[0]", "list"]),
+    ({"documents": [None]}, ["documents[0]", "list"]),
+    ({"documents": [[1, 2], [[1, 2], [3]]]}, ["documents[1]", "list"]),
+    ({"documents": {"input_ids": [[1, 2]]}}, ["documents: ", "input_ids"]),
+    ({"weights": [0.5, 0.5]}, ["weights[0]", "list"]),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), BAD, ids=str)
+def test_bad_lists_are_refused(loaded, given, says):
+    given = {"documents": [[1, 2], [3, 4]]} | given
+    trainer = with_weights(loaded, "weights" in given)
+    with pytest.raises(UserError, match="^" + messages.containing(*says)):
+        trainer.pack(given.pop("documents"), **given)
+
+
+def test_documents_may_come_from_a_generator(loaded):
+    of_list, of_generator = (
+        next(loaded.pack(documents))
+        for documents in ([[1, 2], [3, 4]], (d for d in [[1, 2], [3, 4]]))
+    )
+    assert np.array_equal(of_list.tokens_BL, of_generator.tokens_BL)
+
+
+def test_prompts_are_texts_chats_or_ids(loaded):
+    for prompts, says in (
+        ([1, 2], ["prompts[0]", "int"]),
+        ([{"role": "user", "content": "a"}], ["prompts[0]", "dict"]),
+        ([[1, 257]], ["prompts[0]", 0, 256]),
+        ([[]], ["prompt 0"]),
+    ):
+        with pytest.raises(UserError, match=messages.containing(*says)):
+            loaded.generate(prompts)
+    with pytest.raises(UserError, match=messages.containing("data.train", "pack")):
+        loaded.train()
+    with pytest.raises(UserError, match=messages.containing("data.eval", "use evaluate")):
+        loaded.evaluate_sets()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"steps": 10}, "steps = 10"),
+        ({"run": None}, "run = None"),
+        ({"data": {"eval_fraction": 0.1}}, "data.eval_fraction = 0.1"),
+        ({"run": {"seed": 1}}, "run.steps, run.epochs: missing"),
+        ({"optimizer": {}}, "optimizer.learning_rate: missing"),
+    ],
+)
+def test_settings_of_files_are_refused(changes, field):
+    with pytest.raises(UserError, match=field):
+        make_trainer("base", **changes)
+
+
+def test_weights_are_refused_where_the_step_has_none(loaded):
+    with pytest.raises(UserError, match="has_weights=True"):
+        loaded.pack([[1, 2]], weights=[[1, 1]])
+
+
+def test_settings_that_do_not_work_are_refused(base):
+    """Two groups cannot share three rows; steps per epoch are unknown before packing."""
+    with pytest.raises(UserError) as raised:
+        make_trainer(base, batch={"rows_per_step": 3})
+    assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [
+        "batch.rows_per_step"
+    ]
+    with pytest.raises(UserError, match=r"run\.epochs = 2"):
+        make_trainer(base, run={"epochs": 2})
 
 
 @pytest.mark.e2e
@@ -197,6 +298,63 @@ NUMBERS_OF_FILES = {
 """Fields that do not depend on times."""
 
 
+def train_from_files(folder, fields, documents):
+    """Metrics and the last evaluation of a run of jaxsp.train with these documents."""
+    file = folder / "documents.jsonl"
+    file.write_text("\n".join(json.dumps({"input_ids": tokens}) for tokens in documents))
+    source = {"source": str(file), "format": "tokens"}
+    fields = fields | {
+        "run": fields["run"] | {"directory": str(folder / "run")},
+        "data": fields["data"] | {"train": [source], "eval": [source | {"name": "same"}]},
+        "logging": {"trackers": []},
+    }
+    inputs = build.build_training(config_file.parse(fields), devices=jax.devices())
+    run_trainer.train(inputs, rich.console.Console(quiet=True))
+    lines = commands.read_lines(folder / "run/metrics.jsonl")
+    (evaluation,) = commands.read_lines(folder / "run/eval.jsonl")
+    return lines, evaluation
+
+
+@pytest.mark.e2e
+def test_a_trainer_has_the_losses_of_jaxsp_train(tmp_path):
+    quickstart = config_file.read(commands.REPO / "configs/quickstart.yaml")
+    make_folder(tmp_path / "base", quickstart["model"]["config"])
+    config = {
+        "run": {"steps": STEPS},
+        "model": {"compute_dtype": "float32"},
+        "mesh": {"data": 2, "seq": 4},
+        "data": {"row_tokens": 64},
+        "batch": {"rows_per_step": 2},
+        "optimizer": quickstart["optimizer"],
+    }
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 256, length).tolist() for length in LENGTHS]
+    model = {"source": str(tmp_path / "base")}
+    expected, evaluation = train_from_files(
+        tmp_path, config | {"model": config["model"] | model}, documents
+    )
+    config["model"] |= model
+    (tmp_path / "config.yaml").write_text(yaml_io.dump(config))
+    mine = jaxsp.Trainer(tmp_path / "config.yaml")
+    metrics = [mine.step(batch) for batch in mine.pack(documents)]
+    for field in ("loss", "grad_norm", "learning_rate", "num_loss_tokens", "token_accuracy"):
+        values = [step_metrics[field].item() for step_metrics in metrics]
+        assert values == [line[field] for line in expected], field
+    assert expected[-1]["loss"] != expected[0]["loss"]
+    assert mine.state.step == STEPS
+    result = mine.evaluate(documents, name="same")
+    differing = {"seconds": 0, "data_digest": None}  # these documents are in memory
+    assert result | differing == evaluation | differing
+    assert result["data_digest"] is None
+    mine.save(tmp_path / "tuned")
+    before, after = (
+        safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
+        for name in ("base", "tuned")
+    )
+    assert before.keys() == after.keys()
+    assert not np.array_equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
 def test_a_job_that_was_asked_to_stop_does_not_train_again(tmp_path, monkeypatch):
     config = config_file.read(commands.REPO / "configs/quickstart.yaml")
     source = [{"format": "tokens", "source": [[1, 2, 3]] * 50}]
@@ -208,7 +366,37 @@ def test_a_job_that_was_asked_to_stop_does_not_train_again(tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
+def test_problems_of_the_config_are_reported_before_anything_is_loaded():
+    with pytest.raises(UserError, match=r"run\.epochs = 2"):
+        jaxsp.Trainer({"run": {"epochs": 2}, "model": {"source": "base"}})
+
+
+def test_fields_without_effect_are_refused_by_name_also_those_of_a_file(tmp_path):
+    fields = {
+        "run": {"steps": 2, "directory": "runs/x", "save_every": "10m", "eval_at_start": False},
+        "model": {"source": "base", "compute_dtype": "float32", "tokenizer": "bytes"},
+        "data": {"row_tokens": 64, "train": []},
+        "batch": {"rows_per_step": 1},
+        "optimizer": {"learning_rate": 0.1},
+        "checkpoint": {"keep_best": 0},
+        "logging": {"trackers": ["mlflow"], "profile_steps": [1, 2]},
+    }
+    (tmp_path / "run.yaml").write_text(yaml_io.dump(fields))
+    for config in (fields, tmp_path / "run.yaml", str(tmp_path / "run.yaml")):
+        with pytest.raises(UserError) as raised:
+            jaxsp.Trainer(config)
+        assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [
+            *("run.directory", "run.save_every", "logging.trackers", "logging.profile_steps")
+        ]
+
+
 def test_importing_jaxsp_imports_neither_jax_nor_transformers():
     code = "import sys, jaxsp; print({'jax', 'numpy', 'transformers'} & {*sys.modules})"
     done = commands.run_python("-c", code)
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
+
+
+def test_completion_finds_the_trainer_and_other_names_are_missing():
+    assert dir(jaxsp) == ["Trainer", "plan"]
+    with pytest.raises(AttributeError, match="no attribute 'Triner'"):
+        _ = jaxsp.Triner

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import transformers
 
+from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
@@ -65,6 +66,23 @@ def test_the_export_renders_chats_as_in_training(chat_run):
     assert lines == "<|user|>Hi<|end|><|assistant|>"
 
 
+def test_a_run_is_evaluated_without_its_template_file(chat_run, capsys):
+    words = [
+        "mesh.data=4",
+        "data.on_bad_record=skip",
+        f"data.eval=[{_with_a_bad_record(chat_run)}]",
+    ]
+    evaluation.main([str(chat_run / "run"), *words])
+    lines = capsys.readouterr().out
+    assert re.search(messages.containing("loss", f"{ANSWERS:,}"), lines)
+    assert re.search(messages.containing(1, "skip"), lines), "a record that is left out is counted"
+
+
+def test_turns_that_end_with_ordinary_text_have_a_note(chat_run):
+    banner = (chat_run / "run/banner.txt").read_text()
+    assert re.search(messages.containing("stop", "turns end with", "<|end|>"), banner)
+
+
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_a_model_stops_at_the_end_of_the_turns_that_it_learned(tmp_path, capsys, adapter):
     """The base ends documents with </s>; the chats end turns with <|im_end|>."""
@@ -103,3 +121,9 @@ def test_a_model_stops_at_the_end_of_the_turns_that_it_learned(tmp_path, capsys,
         export.main([str(tmp_path / "run"), str(tmp_path / "adapter")])
         output = capsys.readouterr().out
         assert re.search(messages.containing("PEFT", "generate", str(ids), "<|im_end|>"), output)
+
+
+def _with_a_bad_record(folder):
+    good = (folder / "chats.jsonl").read_text().splitlines()[0]
+    (folder / "bad.jsonl").write_text(good + '\n{"messages": []}\n')
+    return f"{{source: {folder / 'bad.jsonl'}, format: messages}}"

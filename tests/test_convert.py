@@ -4,6 +4,7 @@ import pytest
 
 from jaxsp import convert
 from jaxsp.config import yaml_io
+from jaxsp.core.errors import UserError
 from jaxsp.run import config_file
 
 AXOLOTL = """
@@ -145,3 +146,48 @@ def test_values_are_kept_where_the_field_means_the_same(tmp_path):
     by_hand = output.split("Set the field by hand:")[1].split("# Set:")[0]
     for name in ("gradient_accumulation_steps", "datasets.1.type", "datasets.1.path", "saves_per"):
         assert f"{name}" in by_hand
+
+
+def test_an_objective_decides_the_format_of_the_data(tmp_path):
+    _, config = convert_text(tmp_path, TRL)
+    assert (config.objective.type, config.objective.beta) == ("dpo", 0.2)
+    assert config.data.train[0].format == "preference"
+    assert (config.run.steps, config.run.epochs, config.run.seed) == (None, 2, 7)
+    assert (config.adapter.targets, config.optimizer.schedule.min_learning_rate_fraction) == (
+        ("q_proj", "v_proj"),
+        0.1,
+    )
+
+
+def test_steps_take_precedence_and_a_number_is_no_switch(tmp_path):
+    output, config = convert_text(tmp_path, LLAMA_FACTORY)
+    assert (config.run.steps, config.run.epochs) == (100, None)
+    assert [source.source for source in config.data.train] == ["identity.jsonl", "someone/chats"]
+    assert [source.split for source in config.data.train] == [None, None]
+    assert (config.model.rope.type, config.model.rope.factor) == ("yarn", 4.0)
+    assert "num_train_epochs = 3.0: run.epochs; run" in output
+
+
+def test_a_value_that_is_refused_is_a_comment(tmp_path):
+    text = """
+base_model: a/b
+learning_rate: -1
+stage: dpo
+pref_loss: orpo
+lr: 0.5
+peak_lr: 0.25
+"a\\nb": 1
+"""
+    output, config = convert_text(tmp_path, text)
+    assert (config.optimizer.learning_rate, config.objective.type) == (0.5, "orpo")
+    assert "peak_lr = 0.25: optimizer.learning_rate; it is set by lr" in output
+    assert "#   batch.rows_per_step = 8" in output.split("# Set")[0]
+    assert "\nb = 1" not in output
+
+
+def test_the_command_needs_files_that_can_be_read(tmp_path, capsys):
+    with pytest.raises(UserError, match="no such file"):
+        convert.main([str(tmp_path / "a.yaml"), "--gpus", "2"])
+    (tmp_path / "a.yaml").write_text("base_model: a/b")
+    convert.main([str(tmp_path / "a.yaml"), "--gpus", "2"])
+    assert yaml_io.load(capsys.readouterr().out)["model"] == {"source": "a/b"}

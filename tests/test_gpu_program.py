@@ -1,6 +1,7 @@
 """Steps compiled for absent H100s: all-to-alls, calls of cuDNN, and memory of the recipes."""
 
 import json
+import math
 import pathlib
 import re
 
@@ -92,6 +93,24 @@ def test_cudnn_is_called_once_per_bin_length_forward_and_not_again_backward(smal
         calls = cudnn_bins.plan_calls(num_rows=1, row_tokens=8192, max_segments=slots)
         expected *= len(calls)
     assert num_calls(text) == (expected, expected)
+
+
+@pytest.mark.slow
+def test_remat_full_calls_cudnn_forward_again_in_the_backward_pass():
+    assert num_calls(small_step(1, remat="full")) == (2 * 4 * 3, 4 * 3)
+
+
+@pytest.mark.slow
+def test_offloaded_activations_are_in_host_memory_with_their_full_size():
+    """Layer inputs, and attention outputs of the same size, of a device: 2,048 tokens of 1,024
+    numbers in bfloat16 for each of 4 layers."""
+    text = small_step(1, offload_activations="layer_inputs_and_attention")
+    offloaded = {
+        tuple(map(int, dims.split(",")))
+        for dims in re.findall(r"bf16\[([\d,]+)\]\{[^}]*S\(5\)\}", text)
+    }
+    assert {math.prod(dims) for dims in offloaded} == {4 * 2048 * 1024}
+    assert num_calls(text) == (4 * 3, 4 * 3)
 
 
 RECIPES = {

@@ -7,9 +7,19 @@ import subprocess
 import time
 
 import pytest
+import yaml
+
+from jaxsp.core import exit_codes
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
+RESTART = REPO / "scripts/launch/restart.sh"
+JOBSET = yaml.safe_load((REPO / "scripts/launch/jobset.yaml").read_text())
+JOB = JOBSET["spec"]["replicatedJobs"][0]
+POD = JOB["template"]["spec"]["template"]["spec"]
+CONTAINER = POD["containers"][0]
+
+
 SRUN = """
 while [[ $1 == --* ]]; do shift; done
 "$@" & child=$!
@@ -111,3 +121,36 @@ def test_slurm_requeues_the_job_when_its_time_is_up(run_command, code, restarts,
     assert exit_code == code
     assert len(python_calls(called)) == 1
     assert ("scontrol requeue 7" in called) == requeued
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "starts"), [("0", 0, 1), ("3", 3, 1), ("75 134 137 0", 0, 4), ("75 2", 2, 2)]
+)
+def test_the_loop_starts_only_a_run_that_hangs_or_is_killed_again(run_command, codes, code, starts):
+    exit_code, _, called = run_command(RESTART, "python", "a.yaml", codes=codes)
+    assert exit_code == code
+    assert python_calls(called) == ["python a.yaml"] * starts
+
+
+def test_a_failure_that_needs_attention_ends_the_jobset_and_any_other_restarts_it():
+    job = JOB["template"]["spec"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"] == {
+        "containerName": CONTAINER["name"],
+        "operator": "In",
+        "values": [exit_codes.USER_ERROR, exit_codes.NEEDS_ATTENTION],
+    }
+    policy = JOBSET["spec"]["failurePolicy"]
+    (rule,) = policy["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert policy["maxRestarts"] > 0
+    assert POD["restartPolicy"] == "Never"
+    assert job["backoffLimit"] == 0
+
+
+@pytest.mark.parametrize(("codes", "code"), [("2", 2), ("75", 75)])
+def test_a_pod_ends_with_the_exit_code_of_the_launcher(run_command, codes, code):
+    words = (*CONTAINER["command"], *CONTAINER["args"])
+    assert run_command(*words, codes=codes, NODE="0")[0] == code

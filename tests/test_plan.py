@@ -1,15 +1,24 @@
 """jaxsp plan and `jaxsp.plan`, on models small enough to be compiled in seconds."""
 
+import dataclasses
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
+import jax
 import pytest
 import yaml
 
+import jaxsp
 from jaxsp import plan_cli
+from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
+from jaxsp.hf import published
 from jaxsp.planning import gpus, planner
+from jaxsp.sharding import host_offload
 from tests import messages
 from tests.planning import example_plans
 
@@ -71,6 +80,16 @@ def compiler():
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
+def test_a_plan_from_python_is_that_of_the_command(run_plan, tmp_path):
+    _, printed = run_plan("--devices", "4", "mesh.seq=2")
+    changes = ["mesh.seq=2"]
+    plan = dataclasses.asdict(jaxsp.plan(tmp_path / "config.yaml", changes, num_devices=4))
+    plan = json.loads(json.dumps(plan))
+    assert {name: printed[name] for name in plan} | {"plan_s": 0} == plan | {"plan_s": 0}
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("compiler")
 def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
     printed, actual = run_plan()
     assert set(KEYS) <= actual.keys()
@@ -103,6 +122,31 @@ def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
         assert 0 <= sent["waited_s"] <= sent["seconds"]
     exposed_s = sum(sent["waited_s"] for sent in actual["collectives"])
     assert exposed_s == pytest.approx(actual["seconds_estimate"]["waiting for collectives"])
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("compiler")
+def test_an_offloaded_optimizer_is_in_host_memory_and_in_host_copies(run_plan):
+    if jax.__version_info__ < host_offload.MIN_RELEASE:
+        pytest.skip("arrays in host memory need jax 0.11.1 or later")
+    words = (
+        "memory.offload_optimizer=state_and_gradients",
+        "optimizer.name=adamw",
+        "mesh.seq=1",
+        "--devices",
+        "1",
+    )
+    _, actual = run_plan(*words, "batch.rows_per_step=1", "memory.offload_activations=layer_inputs")
+    host = actual["host_memory"]
+    weights = 4 * (2 * 4096 * 1024 + 4 * (1024 * 2560 + 3 * 1024 * 2816)) / 2**30
+    assert host["weights"] == pytest.approx(weights, rel=0.01)
+    assert host["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
+    assert host["saved activations"] == pytest.approx(4 * 32768 * 2 * 1024 / 2**30, rel=0.01)
+    assert host["gradients"] > 0.5 * weights
+    assert sum(host.values()) == pytest.approx(actual["host_gib"])
+    assert min(actual["host_copy_bytes"]) > 3 * weights * 2**30, (
+        "at least weights and moments, in both directions"
+    )
 
 
 @pytest.mark.e2e
@@ -164,6 +208,27 @@ def test_several_types_of_gpus_are_planned_in_one_call(run_plan, monkeypatch):
         run_plan(*words)
 
 
+def test_the_steps_of_the_data_are_printed_and_give_the_cost(run_plan, tmp_path, monkeypatch):
+    """3 rows of 32,768 tokens are one step."""
+    lengths = [2000] * 20 + [30000]
+    records = [json.dumps({"input_ids": [1] * length}) for length in lengths]
+    (tmp_path / "records.jsonl").write_text("\n".join(records))
+
+    def plan_step(config, *, model, cluster, document_tokens):
+        return example_plans.make_plan(tokens_per_s_estimate=8 * 32768 / 3600)
+
+    monkeypatch.setattr(planner, "plan_step", plan_step)
+    words = [f"data.train=[{{source: {tmp_path / 'records.jsonl'}, format: tokens}}]"]
+    words += ["data.row_tokens=32768", "data.max_segments_per_row=64"]
+    words += ["--device", "h100-80gb", "h200-141gb"]
+    printed, _ = run_plan(*words, "--data", "run.steps=null", "run.epochs=1")
+    assert "21 documents" in printed
+    assert "packed into 3 rows" in printed
+    assert re.search("steps +1 step\n", printed)
+    rows = [line.split() for line in printed.splitlines() if line.startswith("h100-80gb")]
+    assert [row[-1] for row in rows] == ["8", "8"], "an hour of 8 GPUs"
+
+
 @pytest.mark.usefixtures("compiler")
 def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch):
     """Long rows need fewer GPUs with more memory."""
@@ -180,3 +245,63 @@ def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch
     for device, degree in degrees.items():
         assert f"mesh.seq = auto on 8 x {device}: {degree}\n" in printed
         assert f"batch.rows_per_microbatch = auto on 8 x {device}: 1\n" in printed
+
+
+GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")
+"""The hub cannot be reached from tests."""
+
+
+def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan, monkeypatch):
+    layers = []
+
+    def plan_step(config, *, model, cluster, document_tokens):
+        layers.append(model.num_layers)
+        return example_plans.make_plan()
+
+    monkeypatch.setattr(planner, "plan_step", plan_step)
+    printed, actual = run_plan(*GATED)
+    first = printed.splitlines()[0]
+    sizes = published.read_models()["meta-llama/Llama-3.1-8B"]
+    assert all(part in first for part in (sizes.name, "HF_HUB_OFFLINE", sizes.source))
+    assert actual["published_sizes"] == first
+    assert f"{sizes.name} (published sizes)" in " ".join(printed.split())
+    printed, actual = run_plan()
+    assert actual["published_sizes"] is None
+    assert "published sizes" not in printed
+    assert layers == [32, MODEL["num_hidden_layers"]]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
+    """Runs the command without a cache, a login, data and a GPU. Nothing listens at port 9."""
+    environ = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    environ = {
+        name: value
+        for name, value in environ.items()
+        if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN")
+    }
+    config = "configs/llama31_8b_128k_8xh100.yaml"
+    words = ["data.row_tokens=16384", "--json", str(tmp_path / "plan.json")]
+    command = [sys.executable, "-m", "jaxsp", "plan", config, *words]
+    done = subprocess.run(
+        command, cwd=REPO, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == exit_codes.OK, done.stderr
+    # jax 0.10 prints messages about CUDA before they can be turned off
+    assert not [
+        line
+        for line in done.stderr.splitlines()
+        if "cudart_stub" not in line and "absl::InitializeLog" not in line
+    ]
+    assert "meta-llama/Llama-3.1-8B" in done.stdout.splitlines()[0]
+    actual = json.loads((tmp_path / "plan.json").read_text())
+    assert actual["published_sizes"] == done.stdout.splitlines()[0]
+    assert actual["row_tokens"] == 16384
+    assert actual["fits"] is True
+    command = [sys.executable, "-m", "jaxsp.train", config, f"run.directory={tmp_path / 'run'}"]
+    done = subprocess.run(
+        command, cwd=REPO, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == exit_codes.USER_ERROR, "training needs the weights"
+    assert "model.source = meta-llama/Llama-3.1-8B: " in done.stderr

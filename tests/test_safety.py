@@ -99,6 +99,21 @@ def test_a_chat_template_stays_in_its_sandbox(template, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
+def test_the_record_of_a_chat_template_that_leaves_its_sandbox_is_named(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
+    (tmp_path / "t.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    fields = settings(
+        tmp_path, "data.chat_template=t.jinja", "data.train=[{source: a.jsonl, format: messages}]"
+    )
+    with pytest.raises(UserError) as error:
+        build.build_training(fields, devices=jax.devices()[:1])
+    first, _ = error.value.problems
+    assert re.search(messages.containing("a.jsonl, line 1", "__class__"), first)
+
+
 @pytest.mark.parametrize(
     "tag",
     [
@@ -111,6 +126,17 @@ def test_a_chat_template_stays_in_its_sandbox(template, tmp_path, monkeypatch):
 def test_yaml_tags_cannot_make_python_objects(tag):
     with pytest.raises(yaml_io.yaml.YAMLError, match="could not determine a constructor"):
         yaml_io.load(f"a: {tag}")
+
+
+def test_aliases_are_values_and_not_bombs():
+    assert yaml_io.load("a: &a {b: 1}\nc: [*a, *a]") == {"a": {"b": 1}, "c": [{"b": 1}, {"b": 1}]}
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
+    with pytest.raises(yaml_io.yaml.YAMLError, match="100,000"):
+        yaml_io.load("\n".join(lines))
+    assert len(yaml_io.load("\n".join(lines[:3]))) == 3
+    with pytest.raises(yaml_io.yaml.YAMLError, match="alias"):
+        yaml_io.load("a: &a [*a]")
 
 
 @pytest.mark.parametrize(
@@ -224,3 +250,19 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert [path for path in files if SECRET.search(path.read_text(errors="replace"))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "proxy", ["http://user:canaryEEEE@127.0.0.1:9", "what://user:canaryEEEE@proxy"]
+)
+def test_the_password_of_a_proxy_that_fails_is_not_printed(tmp_path, proxy):
+    commands.write_documents(tmp_path / "data.jsonl", [64] * 8)
+    config = settings(tmp_path, "model.config=null", "model.source=no-user/no-model")
+    config_file.save(config, tmp_path / "c.yaml")
+    env = {**CANARIES, "HTTPS_PROXY": proxy, "HF_HUB_OFFLINE": "0"}
+    done = commands.run_python("-m", "jaxsp.train", tmp_path / "c.yaml", env=env)
+    assert done.returncode in (exit_codes.USER_ERROR, exit_codes.INTERNAL_ERROR)
+    assert "no-user/no-model: " in done.stderr or "proxy" in done.stderr
+    assert not SECRET.search(done.stdout + done.stderr), done.stderr

@@ -2,16 +2,21 @@
 
 import pathlib
 import re
+import time
 
 import jax
 import numpy as np
 import pytest
 import rich.console
+import transformers
 
+from jaxsp import export
 from jaxsp.checkpoint import reader
-from jaxsp.core.errors import NeedsAttentionError
+from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.run import build, config_file, trainer
-from tests import batches, commands, messages
+from jaxsp.run.step_log import StepLog
+from tests import batches, commands, markdown, messages
 
 MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}
 
@@ -87,6 +92,27 @@ def assert_equal(line, expected, *names):
         assert line[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
+@pytest.mark.slow
+def test_the_two_meshes_of_the_guide_give_the_same_numbers(tmp_path):
+    """With XLA's optimizations, which other tests switch off."""
+    guide = (commands.REPO / "configs/guide/gpus.md").read_text(encoding="utf-8")
+    matches = [
+        re.match(r"(jaxsp train .* run\.directory=(\S+) .*)", line)
+        for line in markdown.commands(guide)
+    ]
+    runs = [match.groups() for match in matches if match]
+    assert len(runs) == 2
+    lines = []
+    for words, directory in runs:
+        words = words.replace(directory, str(tmp_path / directory))
+        words = words.replace("run.steps=20", "run.steps=4")
+        done = commands.run_python("-m", *words.split(), env={"XLA_FLAGS": ""})
+        assert done.returncode == 0, done.stderr
+        lines.append(commands.read_lines(tmp_path / directory / "metrics.jsonl"))
+    for first, second in zip(*lines, strict=True):
+        assert_equal(first, second)
+
+
 @pytest.mark.e2e
 def test_a_nan_loss_stops_the_run_and_saves_finite_weights(tmp_path):
     write_documents(tmp_path, [128] * 8)
@@ -113,6 +139,43 @@ def test_a_nan_loss_stops_the_run_and_saves_finite_weights(tmp_path):
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 
 
+@pytest.mark.slow
+def test_step_times_include_waits_for_data_but_not_late_logging(tmp_path, monkeypatch):
+    write_documents(tmp_path, [128] * 8)
+    read_step = BatchLoader.read_step
+    record = StepLog.record_dispatched_step
+
+    def read_slowly(self, step):
+        time.sleep(1.0 if step == 5 else 0.0)
+        return read_step(self, step)
+
+    def record_late(self, **options):
+        """Reads the second step's results after the third has ended."""
+        time.sleep(0.5 if self._num_finished == 1 and self._previous_step else 0.0)
+        record(self, **options)
+
+    monkeypatch.setattr(BatchLoader, "read_step", read_slowly)
+    monkeypatch.setattr(StepLog, "record_dispatched_step", record_late)
+    lines = run(settings(tmp_path, run__steps=8), 1)
+    assert all(line["data_wait_s"] <= line["step_s"] for line in lines)
+    waits = [line["data_wait_s"] for line in lines]
+    assert max(waits) > 0.3
+    assert waits.index(max(waits)) == 5, "the sixth step waits for its rows"
+    assert lines[4]["tokens_per_s"] == pytest.approx(128 / lines[4]["step_s"])
+    assert lines[1]["step_s"] < 0.4, "the second step ended before its results were read"
+
+
+@pytest.mark.parametrize(("resume", "suggestion"), [("auto", ""), ("never", "run.resume=auto")])
+def test_a_directory_with_other_files_is_refused_and_not_changed(tmp_path, resume, suggestion):
+    write_documents(tmp_path, [128])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("precious")
+    expected = messages.containing(f"run.directory = {tmp_path}/run") + f".*{suggestion}"
+    with pytest.raises(UserError, match=expected):
+        build.build_training(settings(tmp_path, run__resume=resume), devices=jax.devices()[:1])
+    assert (tmp_path / "run/metrics.jsonl").read_text() == "precious"
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
@@ -129,3 +192,33 @@ def test_commands_print_errors_and_set_exit_codes(arguments, code, part):
     assert done.returncode == code, done.stderr
     assert part in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_export_refuses_a_folder_that_is_not_empty(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/file").write_text("precious")
+    with pytest.raises(UserError, match=messages.containing(tmp_path / "out")):
+        export.main([str(tmp_path), str(tmp_path / "out")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])
+def test_an_export_warns_if_transformers_would_load_another_tokenizer(tmp_path, capsys, model_type):
+    """With model_type qwen2, AutoTokenizer always makes a Qwen2Tokenizer."""
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    config = settings(
+        tmp_path,
+        model__config={**MODEL, "model_type": model_type},
+        model__tokenizer="bytes",
+        data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}],
+    )
+    run(config, 1)
+    export.main([str(tmp_path / "run"), str(tmp_path / "hf")])
+    is_warned = "PreTrainedTokenizerFast.from_pretrained" in capsys.readouterr().out
+    assert is_warned == (model_type == "qwen2")
+    tokenizer_class = transformers.AutoTokenizer
+    if is_warned:
+        tokenizer_class = transformers.PreTrainedTokenizerFast
+    assert tokenizer_class.from_pretrained(tmp_path / "hf")("e\u0301").input_ids == [101, 204, 129]
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}
+    assert len(modes) == 1, "all files have the same permissions"

@@ -1,5 +1,6 @@
 """Results of two processes, and how one that fails ends."""
 
+import re
 import time
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 import rich.console
 
 from jaxsp.run import build, config_file, trainer
-from tests import commands, tolerances, two_processes
+from tests import commands, messages, tolerances, two_processes
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 
@@ -77,6 +78,18 @@ def test_torchrun_starts_a_job(tmp_path):
     _, stderr = job.communicate(timeout=120)
     assert job.returncode == 0, stderr
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "0 of 2", "1 of 2"}
+
+
+@pytest.mark.slow
+def test_an_error_that_both_processes_find_ends_both(tmp_path):
+    config, _ = two_processes.write_config(tmp_path, name="run", data=2, seq=4)
+    processes = two_processes.start("-m", "jaxsp.train", config, "mesh.data=3")
+    for process, (stdout, stderr) in zip(processes, two_processes.wait(processes), strict=True):
+        assert process.returncode == 2, stderr
+        assert re.search(
+            messages.containing("mesh.replica = 1, mesh.data = 3, mesh.seq = 4", 12, 8), stderr
+        )
+        assert "devices" not in stdout, "training did not start"
 
 
 def test_one_of_several_processes_that_fails_prints_its_index_and_ends_immediately():

@@ -44,6 +44,9 @@ where one rounding of an array to bfloat16 costs 1.7e-3; with a float32 kernel 8
 ANGLES = 1e-5
 """Cosine and sine of a rotation against float64, absolute."""
 
+LINEAR = 0.05
+"""Memory of a doubled length against twice the memory."""
+
 FP32_PARITY = 1e-4
 """Logits, loss and each gradient against transformers, in float32."""
 

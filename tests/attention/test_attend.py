@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxsp.attention.attend import find_collectives, make_attend
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.strategies.strategy import Strategy, combine
+from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import oracle
 from tests.attention.strategies import make_strategy
@@ -86,6 +88,21 @@ def test_ulysses_is_two_all_to_alls_and_no_gather():
     for other in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute"):
         assert f" {other}" not in text
     assert len(find_collectives(text)) == 2
+
+
+def test_only_collectives_of_attention_count():
+    shard = PartitionSpec(None, axes.SEQ)
+    whole = lambda x: jax.lax.all_gather(x, axes.SEQ, axis=1, tiled=True)
+    gathered = jax.shard_map(
+        whole,
+        mesh=batches.mesh(1, 1, 4),
+        in_specs=shard,
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    text = jax.jit(gathered).lower(arrays(1)[0]).compile().as_text()
+    assert " all-gather" in text
+    assert find_collectives(text) == []
 
 
 PADDED = (

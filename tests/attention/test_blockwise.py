@@ -1,6 +1,7 @@
 """The blockwise kernel: agreement with the oracle, blocks that it never reads, and its memory."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.kernels import blockwise_rows, segments
 from jaxsp.attention.kernels.kernel import ScoreConfig
+from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from tests import batches, tolerances
 from tests.attention import oracle
 
@@ -84,6 +86,33 @@ def test_blockwise_equals_the_oracle(h, g, K, block, window, monkeypatch):
         assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL, name
 
 
+@pytest.mark.slow
+def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
+    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
+    inputs = [*arrays(len(STARTS), L, 4, 2, K=16), np.int32(STARTS), np.int32(LENGTHS)]
+    windows = (None, L, 10**12)
+    expected, *actual = (run(blockwise_attend(window), *inputs) for window in windows)
+    assert all(batches.is_bitwise_equal(results, expected) for results in actual)
+
+
+def blocks_read(length, window):
+    """Number of blocks of keys that the blocks of queries of one long segment visit together."""
+    x = jnp.zeros((length, 1, 8))
+    segment = jnp.zeros(length, jnp.int32)
+    first = np.asarray(blockwise_rows.make_segment_row(x, x, x, segment, window=window).first_block)
+    return int((np.arange(len(first)) + 1 - first).sum())
+
+
+def test_blocks_read_grow_with_the_row_with_a_window_and_with_its_square_without():
+    blocks = [4096 // blockwise_rows.BLOCK_TOKENS * scale for scale in (1, 2, 4)]
+    for n, scale in zip(blocks, (1, 2, 4), strict=True):
+        assert blocks_read(4096 * scale, 4096 * scale) == n * (n + 1) // 2
+        # a block's first token attends to one token of the fifth block before
+        assert blocks_read(4096 * scale, 4 * blockwise_rows.BLOCK_TOKENS + 2) == 6 * n - (
+            5 + 4 + 3 + 2 + 1
+        )
+
+
 def test_the_output_at_padding_is_zero(monkeypatch):
     monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
     q, k, v, _ = map(jnp.asarray, arrays(len(STARTS), L, 8, 2, K=16))
@@ -126,6 +155,9 @@ def test_blocks_of_other_segments_of_the_future_and_before_the_window_are_never_
         assert np.isnan(actual[name][:, poison]).any(), name
 
 
+LONG = 64 * 1024
+
+
 @functools.cache
 def compiled(length, heads=1, K=8):
     """Compiled forward and backward pass over one row of segments of at most 1000 tokens."""
@@ -133,3 +165,51 @@ def compiled(length, heads=1, K=8):
     shapes = [jax.ShapeDtypeStruct((1, length, heads, K), jnp.float32)] * 4
     slots = [jax.ShapeDtypeStruct((1, num_segments), jnp.int32)] * 2
     return jax.jit(functools.partial(results, blockwise_attend())).lower(*shapes, *slots).compile()
+
+
+def test_memory_is_linear_in_length(record_property):
+    """One head's score matrix of 65,536 tokens would take 16 GiB, and four times that for twice the
+    tokens."""
+    lengths = (LONG // 4, LONG // 2, LONG)
+    taken = {
+        length: compiled(length, heads=4, K=32).memory_analysis().temp_size_in_bytes
+        for length in lengths
+    }
+    for length, size in taken.items():
+        record_property(f"temporary MiB at {length} tokens", round(size / 2**20, 2))
+    quarter, half, whole = taken.values()
+    assert (whole - half) / (half - quarter) == pytest.approx(2, rel=tolerances.LINEAR), taken
+    assert whole < 2 * half < 4 * quarter
+
+
+def test_one_product_of_a_cpu_sums_over_the_rows_of_scores():
+    """XLA for CPUs takes twice as long for such products."""
+    program = compiled(LONG // 4, heads=4, K=32).as_text()
+    assert len(re.findall(r" dot\(.*lhs_contracting_dims=\{1\}", program)) == 1
+
+
+def num_forward_passes(*names):
+    """Attention forward passes in a checkpointed layer and its gradient, which keeps these names.
+
+    Only they compute a maximum.
+    """
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    q, k, v, _ = map(jnp.asarray, arrays(1, 64, 4, 2, K=8))
+    starts = jnp.int32([[0]])
+    lengths = jnp.int32([[64]])
+    attend = blockwise_attend()
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(q):
+        return attend(2 * q, k, v, starts, lengths) ** 2
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda q: layer(q).sum()))(q)
+    return sum(equation.primitive.name == "reduce_max" for equation in batches.equations(jaxpr))
+
+
+def test_attention_is_not_recomputed_if_its_named_residuals_are_kept():
+    out, lse = ATTENTION_NAMES
+    assert num_forward_passes(out, lse) == 1
+    assert num_forward_passes(out) == 2
+    assert num_forward_passes(lse) == 2
+    assert num_forward_passes() == 2

@@ -96,6 +96,8 @@ def layer(strategy, H, G, remat, window=None):
     )
 
 
+WINDOW = L // 8
+
 CASES = [
     (make_strategy(seq=8, ulysses_degree=8), 8, 2),  # K/V heads are repeated
     (make_strategy(seq=6, ulysses_degree=6), 12, 4),  # neither dividing nor divided
@@ -117,6 +119,18 @@ TIERS = {
     ("Ulysses of 3 x ring of 2", "none"): pytest.mark.e2e,
 }
 """Marks by strategy and policy; other combinations are slow."""
+
+WINDOWED_CASES = [
+    (make_strategy(seq=4, ulysses_degree=1), 6, 3, 14),  # 2 hops of a chunk, and one of a token
+    (make_strategy(seq=2, ulysses_degree=1), 6, 3, 13),
+    (make_strategy(seq=2, ulysses_degree=1, chunks_per_device=4), 6, 3, 13),
+    (make_strategy(seq=4, ulysses_degree=1, tokens="all_gather"), 8, 4, WINDOW),
+    (make_strategy(seq=6, ulysses_degree=3), 6, 2, WINDOW),
+    (make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"), 6, 3, WINDOW),
+]
+"""With sliding windows, in tokens."""
+
+WINDOWED_TIERS = {("ring of 4", "full"): ()}
 
 
 def check_cost(strategy, H, G, remat, windows):
@@ -146,3 +160,19 @@ def check_cost(strategy, H, G, remat, windows):
 )
 def test_the_cost_is_what_the_compiled_layers_send(strategy, H, G, remat):
     check_cost(strategy, H, G, remat, [None] * NUM_LAYERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "H", "G", "window", "remat"),
+    [
+        pytest.param(
+            *case, remat, marks=WINDOWED_TIERS.get((case[0].description, remat), pytest.mark.slow)
+        )
+        for case in WINDOWED_CASES
+        for remat in POLICIES
+    ],
+    ids=lambda value: getattr(value, "description", None),
+)
+def test_layers_with_windows_send_only_what_the_windows_reach(strategy, H, G, window, remat):
+    check_cost(strategy, H, G, remat, [window] * NUM_LAYERS)

@@ -1,6 +1,8 @@
 """The cuDNN kernel without a GPU; `cudnn_contract` computes the library's calls."""
 
 import functools
+import inspect
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,16 @@ from jax.sharding import PartitionSpec
 
 from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_calls
-from jaxsp.attention.kernels.cudnn.cudnn_bins import CallBins
+from jaxsp.attention.kernels.cudnn.cudnn_bins import CallBins, PackedCall
+from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
+from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
+from jaxsp.attention.kernels.segments import Segments
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle
 from tests.attention.strategies import make_strategy
+from tests.messages import assert_names
 
 pytestmark = pytest.mark.usefixtures("calls_on_cpu")
 
@@ -189,6 +195,66 @@ def test_chunks_of_rows_go_through_cudnn(kind, strategy, h, g, head_chunks):
         assert batches.relative_error(actual[name], expected[name]) < tolerances.STRATEGIES, name
 
 
+def test_the_output_is_nan_if_a_row_in_one_slot_does_not_begin_with_its_segment():
+    actual = run("cudnn", *arrays(2, 2, 1), np.int32([[0], [4]]), np.int32([[300], [300]]))
+    assert np.isfinite(actual["out"][0]).all()
+    assert np.isnan(actual["out"][1, 4:304]).all()
+
+
+def num_calls(head_chunks, policy):
+    """Number of forward and backward calls of cuDNN in a checkpointed layer and its gradient."""
+    q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
+    starts, lengths = map(jnp.asarray, rows("many", [0]))
+    attend = make_attend(kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks))
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(q):
+        return attend(2 * q, k, v, starts, lengths) ** 2
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda q: layer(q).sum()))(q)
+    names = [equation.primitive.name for equation in batches.equations(jaxpr)]
+    return names.count("dot_product_attention_fwd"), names.count("dot_product_attention_bwd")
+
+
+def test_attention_is_not_recomputed_if_its_named_residuals_are_kept():
+    policies = jax.checkpoint_policies
+    assert num_calls(1, policies.save_only_these_names(*ATTENTION_NAMES)) == (2, 2)
+    # In a loop over head chunks:
+    assert num_calls(2, policies.save_only_these_names(*ATTENTION_NAMES)) == (2, 2)
+    assert num_calls(1, policies.save_only_these_names(ATTENTION_NAMES[0])) == (4, 2)
+    assert num_calls(1, policies.nothing_saveable) == (4, 2)
+
+
+def test_the_residuals_do_not_grow_with_the_bins():
+    q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
+    for kind in ("one", "two", "many"):
+        starts, lengths = map(jnp.asarray, rows(kind, [0]))
+        functions = CudnnKernel().make_row_functions(KernelSettings(), ScoreConfig())
+        _, lse = jax.eval_shape(functions.forward, q, k, v, Segments(starts, lengths))
+        assert lse.shape == (1, 4, L), kind
+        assert lse.dtype == jnp.float32
+
+
+def test_calls_have_capacity_for_four_times_the_rows_with_any_number_of_segments():
+    actual = cudnn_bins.plan_calls(num_rows=1, row_tokens=131072, max_segments=64)
+    assert [(call.longer_than, call.bin_tokens, call.num_bins) for call in actual] == [
+        (32768, 131072, 4),
+        (8192, 32768, 16),
+        (0, 8192, 64),
+    ]
+    for num_rows, max_segments in ((1, 5), (2, 64), (3, 1000)):
+        calls = cudnn_bins.plan_calls(
+            num_rows=num_rows, row_tokens=2**20, max_segments=max_segments
+        )
+        assert (
+            max(call.num_bins * call.bin_tokens for call in calls)
+            <= cudnn_bins.CAPACITY_FACTOR * num_rows * 2**20
+        )
+        assert calls[-1].num_bins >= num_rows * max_segments
+    few = cudnn_bins.plan_calls(num_rows=2, row_tokens=2**20, max_segments=2)
+    assert few == (PackedCall(longer_than=0, bin_tokens=2**20, num_bins=4, num_tokens=2**21),)
+
+
 @pytest.mark.parametrize(
     ("row_tokens", "max_segments"), [(128, 17), (384, 5), (512, 2), (6144, 17), (6144, 300)]
 )
@@ -270,3 +336,38 @@ def test_bin_offsets_are_counted_in_elements_of_each_array():
         512,
         512,
     ]
+
+
+def changed_library(**changes):
+    return types.SimpleNamespace(**{**vars(cudnn_calls._library()), **changes})
+
+
+@pytest.mark.parametrize(
+    "change", ["no module", "no primitive", "no function", "another parameter", "another order"]
+)
+def test_a_jax_with_other_private_functions_is_refused_and_supported_versions_are_named(
+    change, monkeypatch
+):
+    fwd = "_dot_product_attention_fwd_cuda_lowering"
+    original = inspect.signature(getattr(cudnn_calls._library(), fwd))
+    known = list(original.parameters.values())
+    more = inspect.Parameter("sinks", inspect.Parameter.KEYWORD_ONLY)
+    other = {
+        "another parameter": [*known, more],
+        "another order": [known[0], known[2], known[1], *known[3:]],
+    }
+    function = types.FunctionType((lambda: None).__code__, {})
+    if change in other:
+        function.__signature__ = original.replace(parameters=other[change])
+    library = {
+        "no module": None,
+        "no primitive": types.SimpleNamespace(),
+        "no function": changed_library(**{fwd: None}),
+    }.get(change, changed_library(**{fwd: function}))
+    assert cudnn_calls.describe_unsupported_jax() is None
+    cudnn_calls._extra_params.cache_clear()
+    monkeypatch.setattr(cudnn_calls, "_library", lambda: library)
+    try:
+        assert_names(cudnn_calls.describe_unsupported_jax(), "0.10.1", "0.12.0")
+    finally:
+        cudnn_calls._extra_params.cache_clear()

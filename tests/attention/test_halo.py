@@ -2,10 +2,12 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 from jaxsp.attention.attend import make_attend
+from jaxsp.attention.chunks.halo_exchange import Halo
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
@@ -91,6 +93,35 @@ def test_windows_equal_one_device(strategy, name, record_property):
     assert max(differences.values()) < tolerances.STRATEGIES, differences
 
 
+def test_tokens_depend_exactly_on_the_tokens_of_their_segment_in_the_window():
+    """Gradients of single tokens, at edges of chunks of 12 tokens, of segments and of the row."""
+    window = 17
+    q, k, v, dout, starts, lengths = test_strategies.inputs(2, 1)
+    attend = attend_with_window(combine(1, Ring(degree=4)), "blockwise", window)
+    segment = np.full((len(q), L), -1)
+    for row, places in enumerate(test_strategies.ROWS):
+        for number, (start, length) in enumerate(places):
+            segment[row, start : start + length] = number
+
+    @jax.jit
+    def find_dependence(token):
+        def compute_token(q, k, v):
+            return attend(q, k, v, starts, lengths)[:, token]
+
+        _, pull = jax.vjp(compute_token, q, k, v)
+        return [(x != 0).any((2, 3)) for x in pull(dout[:, 0])]
+
+    position = np.arange(L)
+    for token in (0, 1, 11, 12, 13, 24, 28, 47, 48, 53, 59, 60, 61, 84, 95):
+        distance = token - position
+        is_near = (distance >= 0) & (distance < window)
+        token_segment = segment[:, token : token + 1]
+        is_seen = (segment == token_segment) & (token_segment >= 0) & is_near
+        dq, _, dv = find_dependence(token)
+        np.testing.assert_array_equal(dv, is_seen)
+        assert not dq[:, position != token].any()
+
+
 CUDNN_CASES = [
     ("many", combine(1, Ring(degree=2)), 100),
     # a halo of more tokens than are before the second chunk
@@ -118,3 +149,10 @@ def test_windows_go_through_cudnn(kind, strategy, window):
     right = test_cudnn.run(functools.partial(oracle.attention, score=score), *inputs)
     for name in right:
         assert batches.relative_error(actual[name], right[name]) < tolerances.STRATEGIES, name
+
+
+def test_halos_end_at_the_beginning_of_the_row():
+    halo = Halo(window=96, chunk_tokens=12, num_chunks=8)
+    assert halo.hop_tokens == [12] * 7
+    assert Halo(window=30, chunk_tokens=12, num_chunks=8).hop_tokens == [12, 12, 5]
+    assert Halo(window=1, chunk_tokens=12, num_chunks=8).hop_tokens == []

@@ -1,5 +1,6 @@
 """Layers of several kinds and sinks: every strategy and kernel, residuals, and the choice."""
 
+import collections
 import dataclasses
 import functools
 import types
@@ -12,6 +13,7 @@ import pytest
 from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
+from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
@@ -20,8 +22,13 @@ from tests.attention import cudnn_contract, oracle, test_strategies
 from tests.attention.strategies import make_strategy
 
 L = test_strategies.L
+K = test_strategies.K
+
 CAPPED = ScoreConfig(scale=0.7, softcap=1.5)
 NEAR = ScoreConfig(window=13, softcap=2.0)
+PLAIN = ScoreConfig()
+
+
 QUICK = {"8 and 2 heads: Ulysses of 4"}
 """Strategies in the default tier; `test_strategies.CASES` has all."""
 
@@ -200,3 +207,86 @@ def test_sinks_are_those_of_gpt_oss():
     for name in right:
         difference = batches.relative_error(actual[name], right[name].numpy())
         assert difference < tolerances.STRATEGIES, name
+
+
+NUM_LAYERS = 6
+
+
+def layer_gradient(policy_names, layer_scores):
+    """Jaxpr of the gradient of a scan over checkpointed layers with sinks, and its arguments."""
+    attend = make_attend(kernel="blockwise", layer_scores=layer_scores)
+    policy = jax.checkpoint_policies.save_only_these_names(*policy_names)
+
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def layer(q, inputs):
+        kind, sinks_H = inputs
+        starts = jnp.zeros((1, 1), jnp.int32)
+        lengths = jnp.full((1, 1), L, jnp.int32)
+        k = q[:, :, :2] * 0.5
+        out = attend(2 * q, k, k, starts, lengths, kind=kind, sinks_H=sinks_H)
+        return out + q, None
+
+    def loss(q, sinks_NH):
+        kinds = jnp.array(attend.layer_kinds, jnp.int32)
+        return (jax.lax.scan(layer, q, (kinds, sinks_NH))[0] ** 2).sum()
+
+    arguments = jnp.ones((1, L, 4, K)), jnp.ones((NUM_LAYERS, 4))
+    return jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*arguments)
+
+
+def num_forward_passes(jaxpr):
+    """Only forward passes compute a maximum."""
+    return sum(equation.primitive.name == "reduce_max" for equation in batches.equations(jaxpr))
+
+
+def saved_shapes(jaxpr):
+    """Shapes of what the scan over layers saves for the backward pass, with the number of each."""
+    forward, _ = (
+        equation
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "scan" and equation.params["length"] == NUM_LAYERS
+    )
+    saved = [x.aval.shape for x in forward.outvars]
+    return collections.Counter(shape for shape in saved if shape[0] == NUM_LAYERS)
+
+
+@pytest.mark.slow
+def test_the_forward_pass_of_two_kinds_is_not_repeated_if_the_named_residuals_are_kept():
+    """Each kind is a branch, so each forward pass has two."""
+    out, lse = ATTENTION_NAMES
+    two_kinds = [PLAIN, NEAR] * (NUM_LAYERS // 2)
+    assert num_forward_passes(layer_gradient([out, lse], two_kinds)) == 2
+    assert num_forward_passes(layer_gradient([out], two_kinds)) == 4
+    assert num_forward_passes(layer_gradient([], two_kinds)) == 4
+
+
+def test_residuals_of_two_kinds_are_saved_once():
+    """The input, the output and the log-sum-exp of each layer, as with one kind."""
+    names = ATTENTION_NAMES
+    two_kinds = [PLAIN, NEAR] * (NUM_LAYERS // 2)
+    saved = saved_shapes(layer_gradient(names, two_kinds))
+    assert saved == saved_shapes(layer_gradient(names, [PLAIN] * NUM_LAYERS))
+    assert saved[NUM_LAYERS, 1, L, 4, K] == 2
+    assert saved[NUM_LAYERS, 1, 4, L] == 1
+
+
+def test_one_kind_has_no_switch():
+    """Besides those between platforms, which are resolved when the program is lowered."""
+    for scores, num_switches in (([NEAR] * NUM_LAYERS, 0), ([NEAR, PLAIN] * 3, 2)):
+        jaxpr = layer_gradient(ATTENTION_NAMES, scores)
+        names = [equation.primitive.name for equation in batches.equations(jaxpr)]
+        assert names.count("cond") - names.count("platform_index") == num_switches
+
+
+def test_kinds_are_numbered_in_the_order_of_their_first_layers():
+    attend = make_attend(kernel="blockwise", layer_scores=[NEAR, NEAR, PLAIN, NEAR])
+    assert attend.kinds == (NEAR, PLAIN)
+    assert attend.layer_kinds == (0, 0, 1, 0)
+
+
+def test_a_function_as_a_kernel_has_one_kind_and_no_sinks():
+    with pytest.raises(AssertionError, match="one kind of layer, and there are 2"):
+        make_attend(kernel=oracle.attention, layer_scores=[NEAR, PLAIN])
+    attend = make_attend(kernel=oracle.attention)
+    with pytest.raises(AssertionError, match="sinks"):
+        compile_results(attend)(test_strategies.inputs(2, 1), make_sinks(2))

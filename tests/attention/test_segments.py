@@ -79,3 +79,34 @@ def test_one_block_per_row_gives_the_mask_between_chunks(num_chunks):
             assert bool(block.is_any()) == actual.any()
             num_blocks += actual.any()
     assert num_blocks
+
+
+def test_a_block_ends_with_the_chunk_of_queries():
+    block = segments.find_off_diagonal_block(
+        jnp.int32([[3]]),
+        jnp.int32([[20]]),
+        queries=Chunks(jnp.int32([8]), 8),
+        keys=Chunks(jnp.int32([0]), 8),
+    )
+    assert [x.tolist() for x in block] == [[8], [3], [5]]
+
+
+def test_the_block_of_the_example():
+    block = segments.find_off_diagonal_block(
+        jnp.int32([[3]]),
+        jnp.int32([[9]]),
+        queries=Chunks(jnp.int32([8]), 8),
+        keys=Chunks(jnp.int32([0]), 8),
+    )
+    assert [x.tolist() for x in block] == [[4], [3], [5]]
+
+
+def test_keys_and_queries_of_several_chunks_are_counted_together():
+    """Chunks of 4 tokens: keys 0 to 3 and 8 to 11, queries 12 to 15 and 20 to 23."""
+    block = segments.find_off_diagonal_block(
+        jnp.int32([[3], [9], [12], [4]]),
+        jnp.int32([[18], [5], [9], [2]]),
+        queries=Chunks(jnp.int32([12, 20]), 4),
+        keys=Chunks(jnp.int32([0, 8]), 4),
+    )
+    assert [x.tolist() for x in block] == [[5, 2, 0, 0], [3, 5, 0, 0], [5, 3, 0, 0]]

@@ -1,16 +1,22 @@
 """Choice of the kernel, its settings, and the errors for kernels that cannot run."""
 
+import dataclasses
 import types
 
 import jax
 import pytest
 
-from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
+from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload, ScoreConfig
 from jaxsp.attention.selection import choose_attention, describe_choice
 from jaxsp.attention.strategies.attention_config import AttentionConfig
-from jaxsp.attention.strategies.workload import GroupRows
+from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategies.ulysses import Ulysses
+from jaxsp.attention.strategies.workload import GroupRows, LayerWorkload, count_workloads
+from jaxsp.core import units
 from jaxsp.core.errors import UserError
+from tests import batches
 from tests.messages import assert_names
 
 
@@ -173,6 +179,25 @@ def test_cudnn_versions(installed, device, fields, parts, monkeypatch):
         )
 
 
+def test_the_cudnn_of_a_machine_that_only_compiles_does_not_count(monkeypatch):
+    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 10, 2))
+    assert choose(H100, kernel="cudnn").kernel.name == "cudnn"
+    monkeypatch.setattr(jax, "local_devices", lambda: [H100])
+    assert choose(H100).kernel.name == "blockwise"
+
+
+def test_an_unknown_jax_is_an_obstacle(monkeypatch):
+    monkeypatch.setattr(
+        cudnn_calls,
+        "describe_unsupported_jax",
+        lambda: "is called through parts of JAX that changed",
+    )
+    assert_names(
+        refused(kernel="cudnn")[0], "is called through parts of JAX that changed", "install"
+    )
+    assert choose().kernel.name == "blockwise"
+
+
 # 32 query and 8 K/V heads. As few chunks as keep cuDNN's workspace at 6 GiB, and tokens * heads *
 # 128 of a chunk below 2**31
 @pytest.mark.parametrize(
@@ -209,6 +234,34 @@ def test_heads_are_divided_into_few_chunks_within_the_limits(fields, head_chunks
     assert work.num_q_elements(head_chunks) < 2**31
 
 
+def test_copies_of_segments_before_hopper_count_where_heads_are_divided():
+    """Queries, outputs and their gradients of 4 heads, and keys and values of one K/V head."""
+    on_a100 = choose(A100, seq=8).settings
+    assert (on_a100.copies_segments, choose(seq=8).settings.copies_segments) == (True, False)
+    tokens = 131072
+    split = CallSplit(head_chunks=1, capacity_factor=4)
+    workload = combine(8).kernel_workload(
+        LayerWorkload(
+            num_rows=1,
+            tokens_per_device=tokens // 8,
+            row_tokens=tokens,
+            max_segments=64,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            dtype="bfloat16",
+            window=None,
+        )
+    )
+    copied = cudnn_memory.copied_bytes(cudnn_memory.adapt_to_devices(workload, [A100]), split)
+    assert copied == 4 * (4 + 1) * 4 * tokens * 128 * 2
+    assert cudnn_memory.copied_bytes(cudnn_memory.adapt_to_devices(workload, [H100]), split) == 0
+    longest = choose(A100, seq=8, row_tokens=8 * tokens).settings
+    assert longest.head_chunks > choose(seq=8, row_tokens=8 * tokens).settings.head_chunks
+    line = describe_choice(choose(A100, seq=8), make_model((32, 8, 128)))
+    assert_names(line, "segments copied", "4 times")
+
+
 GIB = 2**30
 
 
@@ -224,6 +277,56 @@ def test_a_row_that_fits_no_device_is_refused_with_a_length_that_fits():
     )
 
 
+PACKED_32K = {"row_tokens": 32768, "deterministic": True, "device_bytes": int(72.8 * GIB)}
+A_HEAD = 2 * 32768 * (2 * 32768 + 4)
+"""Bytes for one head of PACKED_32K: 2 slots; each query has a bfloat16 per key, and a float32."""
+
+
+def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_scores():
+    choice = choose(**PACKED_32K)
+    assert (choice.kernel.name, choice.settings.head_chunks, choice.settings.workspace_bytes) == (
+        "cudnn",
+        32,
+        A_HEAD,
+    )
+    shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
+    assert choose(**PACKED_32K, head_chunks=4).settings.workspace_bytes == 8 * (
+        A_HEAD + 2 * 32768 * shared
+    )
+    assert choose(**PACKED_32K | {"device_bytes": None}) == choice
+    one_document = choose(**PACKED_32K, max_segments=1)
+    assert (one_document.settings.head_chunks, one_document.settings.workspace_bytes) == (
+        16,
+        2 * (A_HEAD // 2 + 32768 * shared),
+    )
+
+
+def test_deterministic_attention_of_cudnn_is_refused_on_consumer_blackwell():
+    fields = {"row_tokens": 8192, "deterministic": True}
+    problem = refused(RTX6000, **fields, kernel="cudnn")[0]
+    assert_names(problem, "run.deterministic=false", "12.x", start="attention.kernel = cudnn: ")
+    assert choose(RTX6000, **fields).kernel.name == "blockwise"
+    assert choose(RTX6000, row_tokens=8192).kernel.name == "cudnn"
+
+
+GEMMA = [*[ScoreConfig(window=1024)] * 5, ScoreConfig()]
+"""A period of layers, as in Gemma 3."""
+
+
+def test_a_window_as_long_as_a_row_is_none():
+    choice = choose(row_tokens=1024, layer_scores=GEMMA)
+    assert choice.layer_scores == (ScoreConfig(),) * 6
+    choice = choose(row_tokens=2048, layer_scores=GEMMA)
+    assert choice.layer_scores == tuple(GEMMA)
+
+
+def test_a_kernel_must_support_every_kind_of_layer(monkeypatch):
+    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 14, 0))
+    monkeypatch.setattr(jax, "local_devices", lambda: [B200])
+    assert choose(B200, layer_scores=[ScoreConfig()]).kernel.name == "cudnn"
+    assert choose(B200, layer_scores=GEMMA).kernel.name == "blockwise"
+
+
 def test_cudnn_is_refused_for_softcaps_and_auto_takes_blockwise():
     layer_scores = [ScoreConfig(softcap=50.0), ScoreConfig(softcap=50.0, window=4096)]
     (problem,) = refused(layer_scores=layer_scores, kernel="cudnn")
@@ -235,6 +338,57 @@ def test_cudnn_is_refused_for_softcaps_and_auto_takes_blockwise():
     assert_names(line, "softcap", "1 of 2 layers: each token sees the last 4,096")
     assert "scores are capped at 50" in line
     assert choose(layer_scores=layer_scores, kernel="blockwise").fallback_reason == ""
+
+
+def test_layers_are_counted_by_workload():
+    """Kinds that differ only in what their rows hide or in the scale have the same workload."""
+    model = make_model((32, 8, 128), layer_scores=[*GEMMA, ScoreConfig(scale=1.0)])
+
+    def count(row_tokens: int) -> dict[int | None, int]:
+        rows = dataclasses.replace(batches.make_config().step.rows, row_tokens=row_tokens)
+        counts = count_workloads(rows, model)
+        return {layer.window: number for layer, number in counts.items()}
+
+    assert count(2048) == {1024: 5, None: 2}
+    assert count(1024) == {None: 7}
+
+
+def test_sent_bytes_are_the_mean_of_all_layers(monkeypatch):
+    def sent_bytes(self, workload):
+        return {"all-to-all": 100 if workload.has_window else 1000}
+
+    monkeypatch.setattr(Ulysses, "sent_bytes", sent_bytes)
+    assert choose(seq=8, layer_scores=GEMMA).sent_bytes == (5 * 100 + 1000) // 6
+
+
+def test_the_banner_shows_what_each_strategy_sends():
+    """131,072 tokens, 16,384 on each of 8 devices; 28 query and 4 K/V heads of size 128."""
+    choice = choose(seq=8, heads=(28, 4, 128))
+    assert (choice.strategy.heads.degree, choice.strategy.layout.degree) == (4, 2)
+    held = 16384 * 128 * 2  # bytes of a head
+    exchanged = 3 * 2 * (28 + 4) * held * 3 // 4
+    # k and v forward and backward, their gradients in float32, and the last hop in bfloat16
+    around = 2 * 4 * held * (1 + 1 + 2 + 1)
+    assert choice.sent_bytes == exchanged + around
+    line = describe_choice(choice, make_model((28, 4, 128)))
+    assert_names(
+        line,
+        "cuDNN 9.28.0",
+        "7 of 28",
+        "1 of 4",
+        "16 of 32",
+        start="Ulysses of 4 x ring of 2 (16 chunks each)",
+    )
+    others = dict(choice.alternatives)
+    assert others.keys() == {
+        "Ulysses of 2 x ring of 4 (16 chunks each)",
+        "ring of 8 (16 chunks each)",
+    }
+    assert_names(
+        line,
+        units.format_bytes(choice.sent_bytes),
+        *(f"{description}: {units.format_bytes(size)}" for description, size in others.items()),
+    )
 
 
 @pytest.mark.parametrize(

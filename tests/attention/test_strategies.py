@@ -21,7 +21,7 @@ from jaxsp.attention.strategies.workload import GroupRows, LayerWorkload
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing import packing
 from tests import batches, tolerances
-from tests.attention import oracle
+from tests.attention import cudnn_contract, oracle
 
 L = 96
 K = 8
@@ -178,6 +178,37 @@ def test_auto_is_ulysses_if_possible_else_what_sends_least(seq, H, G, inner):
     assert send_bytes(strategy, H, G) == min(send_bytes(other, H, G) for other in others)
 
 
+def test_the_degree_fits_the_heads_per_gather():
+    gather = {"strategy": "all_gather"}
+    assert chosen(8, 28, 4, **gather).heads.degree == 4
+    two = chosen(8, 28, 4, kv_heads_per_gather=2, **gather)
+    assert two == combine(2, AllGather(degree=4, kv_heads_per_gather=2))
+    four = chosen(8, 28, 4, kv_heads_per_gather=4, **gather)
+    assert four == combine(1, AllGather(degree=8, kv_heads_per_gather=4))
+
+
+def test_a_requested_degree_is_that_of_ulysses_in_every_strategy():
+    gather = chosen(8, 28, 4, strategy="all_gather", ulysses_degree=2, kv_heads_per_gather=2)
+    assert gather == combine(2, AllGather(degree=4, kv_heads_per_gather=2))
+    assert (gather.seq, gather.layout.degree, gather.label) == (8, 4, "ulysses 2 x all_gather")
+    for strategy in ("ring", "auto"):
+        options = {"strategy": strategy}
+        assert chosen(8, 28, 4, ulysses_degree=1, **options) == combine(1, Ring(degree=8))
+        assert chosen(8, 28, 4, ulysses_degree=2, **options) == combine(2, Ring(degree=4))
+        assert chosen(4, 28, 4, ulysses_degree=4, **options) == combine(4)
+    assert chosen(4, 28, 4, strategy="ulysses", ulysses_degree=4) == combine(4)
+    assert chosen(1, 7, 7, strategy="ring", ulysses_degree=2) == combine(1)
+
+
+def test_windows_do_not_limit_the_strategies():
+    assert chosen(4, 28, 4, window=100) == combine(4)
+    assert chosen(8, 28, 4, ulysses_degree=1, window=100) == combine(1, Ring(degree=8))
+    # 1,023 of 32,768 tokens: halos are less than what Ulysses sends; each neighbor sends those of a
+    # quarter of the heads between nodes
+    best = chosen(32, 28, 4, window=1024)
+    assert best.description == "Ulysses of 4 x ring of 8"
+
+
 def test_masks_of_all_ring_steps_are_not_hoisted_out_of_the_layer_scan():
     """JAX would compute what depends only on the segments in a loop of 6 ring steps before it."""
     attend = batches.attend_on_shards(
@@ -194,6 +225,49 @@ def test_masks_of_all_ring_steps_are_not_hoisted_out_of_the_layer_scan():
     assert "length=6" in program
     # Masks have 10 tokens. Numbers of chunks for each ring step may be hoisted
     assert not re.findall(r"\[6,2,(?:\d,)*\d\d[0-9,]*\]", program)
+
+
+def merge_errors(kernel, degree=8, tokens=512):
+    """Errors in bfloat16 of a ring and of one device, against the oracle in float32."""
+    rng = np.random.default_rng(0)
+    H = 4
+    G = 2
+    inputs = [
+        jnp.asarray(rng.standard_normal((2, tokens, heads, 64)), jnp.bfloat16)
+        for heads in (H, G, G, H)
+    ]
+    starts = np.int32([[0, 0], [0, 100]])
+    lengths = np.int32([[tokens, 0], [100, tokens - 100]])
+    ring = batches.attend_on_shards(
+        make_attend(strategy=combine(1, Ring(degree=degree)), kernel=kernel)
+    )
+    single = make_attend(kernel=kernel)
+    exact = make_attend(kernel=oracle.attention)
+    right = results(exact, [*(np.asarray(x, np.float32) for x in inputs), starts, lengths])
+    errors = []
+    for attend in (ring, single):
+        actual = results(attend, [*inputs, starts, lengths])
+        errors.append(
+            {
+                name: batches.relative_error(np.asarray(x, np.float32), right[name])
+                for name, x in actual.items()
+            }
+        )
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "more"), [("blockwise", 1), pytest.param("cudnn", 2**0.5, marks=pytest.mark.slow)]
+)
+def test_merging_in_bfloat16_adds_no_error_to_that_of_one_device(kernel, more, record_property):
+    """cuDNN returns each part in bfloat16: one more rounding, the only one in its contract."""
+    if kernel == "cudnn":
+        cudnn_contract.on_cpu()
+    ring_errors, single_errors = merge_errors(kernel)
+    record_property("ring of 8, one device", (ring_errors, single_errors))
+    for name, error in single_errors.items():
+        assert ring_errors[name] <= 1.02 * more * error, (name, ring_errors, single_errors)
 
 
 def imbalance(rows, *, row_tokens, degree, zigzag):

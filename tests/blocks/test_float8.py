@@ -1,5 +1,9 @@
 """Products of linear layers in 8-bit floats."""
 
+import dataclasses
+import re
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,8 @@ import pytest
 
 from jaxsp.blocks import float8
 from jaxsp.core.errors import UserError
-from jaxsp.run import selfcheck
+from jaxsp.run import resume, selfcheck
+from jaxsp.training import step_descriptions
 from tests import batches, messages
 from tests.training import runs
 
@@ -66,6 +71,18 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so():
     assert np.isfinite(np.asarray(y[3:], np.float32)).all()
 
 
+def test_gpus_without_such_products_are_refused():
+    def device(capability):
+        return types.SimpleNamespace(
+            platform="gpu", compute_capability=capability, device_kind="NVIDIA A100"
+        )
+
+    with pytest.raises(UserError, match=messages.containing("float8", "A100", "Hopper")):
+        float8.check_devices([device("8.0")])
+    for capability in ("8.9", "9.0", "12.0"):
+        float8.check_devices([device(capability)])
+
+
 def test_the_self_check_passes_correct_products_and_refuses_wrong_ones(monkeypatch):
     check = selfcheck.check_float8(64, 96)
     check.run(jax.devices()[0])
@@ -77,6 +94,31 @@ def test_the_self_check_passes_correct_products_and_refuses_wrong_ones(monkeypat
     monkeypatch.setattr(float8, "_quantize", share_a_scale)
     with pytest.raises(UserError, match=messages.containing("model.linear_dtype", "out", "dx")):
         check.run(jax.devices()[0])
+
+
+def test_a_model_without_such_products_is_refused():
+    float8.check_model(64)
+    with pytest.raises(UserError, match=messages.containing("model.linear_dtype", "60", "16")):
+        float8.check_model(60)
+
+
+def test_the_matrices_with_such_products_are_counted():
+    def describe(model):
+        spec = runs.make_spec({}, model=dataclasses.replace(model, linear_dtype="float8"))
+        return step_descriptions.describe_weights(spec)
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    assert "(14 matrices multiplied in float8)" in describe(batches.model(**sizes))
+    text = describe(batches.model(**sizes | {"intermediate_size": 100}))
+    assert "(8 matrices" in text
+    assert "6 whose dims are not multiples of 16 in float32" in text
+    text = describe(batches.expert_model())  # it has 60 hidden dims
+    assert re.search(messages.containing("(0 matrices", 16, "and experts in float32"), text)
+
+
+def test_runs_may_resume_with_other_products():
+    model = batches.model(linear_dtype="float8")
+    assert resume._without_training_choices(model) == batches.model()
 
 
 @pytest.mark.e2e

@@ -1,9 +1,13 @@
 """Finding a run's checkpoints by their folders, and reading their metadata."""
 
+import dataclasses
+import json
+
 import pytest
 
 from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError, EarlyStoppingState
+from jaxsp.core.errors import UserError
 from jaxsp.run import resume
 from jaxsp.run.run_config import RunConfig
 from tests import messages
@@ -35,6 +39,25 @@ def test_run_directory_with_a_number_as_name_is_not_a_checkpoint(tmp_path, name)
     )
 
 
+@pytest.mark.parametrize("name", ["checkpoints/1", "checkpoints/001", "runs/1"])
+def test_run_directory_without_checkpoints_is_not_a_checkpoint(tmp_path, name):
+    run = tmp_path / name
+    run.mkdir(parents=True)  # as run_lock.lock makes it before the checkpoint is looked for
+    config = RunConfig(directory=str(run), steps=20)
+    assert resume.find_checkpoint(config) is None
+    make_run(run)
+    assert run_paths.find_latest(run) is None
+    assert resume.find_checkpoint(config) is None
+
+
+def test_damaged_checkpoint_without_files_is_still_found(tmp_path):
+    run = make_run(tmp_path / "checkpoints/1", 2)
+    (run / "checkpoints/4").mkdir()
+    assert run_paths.find_latest(run) == run / "checkpoints/4"
+    assert run_paths.find_latest(run / "checkpoints/4") == run / "checkpoints/4"
+    assert run_paths.find_latest(run, exclude=[run / "checkpoints/4"]) == run / "checkpoints/2"
+
+
 META = CheckpointMeta(
     config={},
     model={},
@@ -44,6 +67,19 @@ META = CheckpointMeta(
     num_tokens_total=9,
     early_stopping=EarlyStoppingState(data="a", digest="tokens of a", best_value=2.5, best_step=3),
 )
+
+
+@pytest.mark.parametrize("place", ["metadata", "early_stopping"])
+def test_unknown_field_is_an_error_that_is_not_damage(tmp_path, place):
+    fields = dataclasses.asdict(META)
+    changed = fields if place == "metadata" else fields[place]
+    changed["new_field"] = 1
+    (tmp_path / "4/meta").mkdir(parents=True)
+    text = json.dumps({"digest": reader._checksum(fields), **fields})
+    (tmp_path / "4/meta/metadata").write_text(text)
+    with pytest.raises(UserError, match=messages.containing(tmp_path / "4", "version")) as raised:
+        reader.read_meta(tmp_path / "4")
+    assert not isinstance(raised.value, DamagedCheckpointError)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Runs in object stores, with a real S3-compatible server: uploads, kills and outages."""
 
 import shutil
+import sys
 import threading
+import time
 
 import pytest
 
@@ -56,6 +58,36 @@ def put(store, folder, name, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
     store.upload(folder, [name])
+
+
+def deny(*_, **__):
+    raise PermissionError("Access Denied for secret-of-the-test")
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("s3://missing/run", "bucket"),
+        ("gs://bucket/run", "pip install"),
+        ("s3://bucket/run", "Access Denied for ***"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
+    server, monkeypatch, capfd, url, reason
+):
+    if url.startswith("gs:"):
+        monkeypatch.setitem(sys.modules, "gcsfs", None)
+
+    def use_store():
+        store = ObjectStore(url)
+        if url == "s3://bucket/run":
+            monkeypatch.setattr(store._fs, "find", deny)
+        store.list()
+
+    with pytest.raises(UserError) as caught:
+        use_store()
+    assert reason in caught.value.problems[0]
+    assert capfd.readouterr().err == ""
 
 
 def test_an_outage_is_reported_once_and_ends_in_an_error_or_a_result(server, store, capfd):
@@ -219,3 +251,73 @@ def test_a_run_that_ends_in_an_outage_needs_attention_and_is_uploaded_later(
     assert store.list() == {}
     run_session(url, tmp_path / "a", monkeypatch)
     assert run_storage.find_steps(store.list()) == {3}
+
+
+def test_the_error_of_a_run_is_raised_at_once_in_an_outage(server, url, tmp_path, monkeypatch):
+    def fail(_):
+        server.stop()
+        raise ZeroDivisionError
+
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        run_session(url, tmp_path / "a", monkeypatch, fail)
+    assert time.monotonic() - began < 30
+    server.start()
+
+
+def test_a_url_with_other_files_is_refused_and_unchanged(url, store, tmp_path, monkeypatch):
+    put(store, tmp_path, "thesis.pdf", "")
+    with pytest.raises(UserError, match=r"thesis\.pdf"):
+        run_session(url, tmp_path / "a", monkeypatch)
+    assert [*store.list()] == ["thesis.pdf"]
+
+
+def test_a_job_that_died_before_its_first_checkpoint_was_complete_can_start_again(
+    url, store, tmp_path, monkeypatch
+):
+    """Process 1 uploads a shard only after process 0 has claimed the store."""
+    folder = tmp_path / "killed"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    write_checkpoint(folder, 3)
+    uploads = Uploads(store, folder, set())
+    uploads.claim()
+    uploads.upload_shards(3)
+    run_session(url, tmp_path / "a", monkeypatch)
+    assert sorted(store.list()) == ["config.yaml", "run_id"]
+
+
+def test_another_run_at_the_url_than_in_the_local_copy_is_refused(
+    url, store, tmp_path, monkeypatch
+):
+    def start(folder):
+        (folder / "config.yaml").touch()
+        write_checkpoint(folder, 1)
+        upload(stored_run.uploads[folder], 1)
+
+    run_session(url, tmp_path / "a", monkeypatch, start)
+    for name in store.list():
+        store.delete(name)
+    run_session(url, tmp_path / "b", monkeypatch, start)
+    before = store.list()
+    with pytest.raises(UserError, match=f"another run than the local copy {tmp_path}/a"):
+        run_session(url, tmp_path / "a", monkeypatch)
+    assert store.list().keys() == before.keys()
+
+
+def test_the_copy_of_an_exported_run_follows_the_store(store, url, tmp_path):
+    with pytest.raises(UserError, match="contains no run"):
+        run_storage.make_local(url)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    for meta in ('{"arrays": 1}', '{"arrays": 2}'):
+        uploads = Uploads(store, run, set())
+        for step in (2, 3):
+            write_checkpoint(run, step, content=meta, meta=meta)
+            upload(uploads, step)
+        local = run_storage.make_local(f"{url}/checkpoints/2")
+        assert run_paths.find_latest(local).name == "2"
+        checkpoint = run_paths.find_latest(run_storage.make_local(url))
+        assert checkpoint.name == "3"
+        assert (checkpoint / "master/manifest.ocdbt").read_text() == meta

@@ -1,5 +1,8 @@
 """Retention of checkpoints, recording of evaluations, and compilation ahead of the first write."""
 
+import threading
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from jaxsp.checkpoint import checksums, reader, retention, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta, EarlyStoppingState
 from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.system.watchdog import RunStatus
 from jaxsp.training.train_state import TrainState
 from tests import batches
 
@@ -85,6 +89,20 @@ def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tm
     assert [path.name for path in (tmp_path / "3/meta").iterdir()] == ["metadata"]
 
 
+@pytest.mark.parametrize("loss", [None, 1.25])
+def test_checkpoint_is_unchanged_if_its_loss_cannot_be_recorded(tmp_path, monkeypatch, capfd, loss):
+    before = make_meta(3, has_pending_evaluation=True)
+    store = make_store(tmp_path, before, eval_set=HELD_OUT)
+
+    def fail(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    store.record_eval(3, loss, early_stopping=None)
+    assert reader.read_meta(tmp_path / "3") == before
+    assert "No space left on device" in capfd.readouterr().err
+
+
 def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplog):
     """A small weight and its moments have one shape, and are replicated on 8 devices."""
     table = {"a": Parameter(shape=(16, 3), hf_name="a")}
@@ -106,3 +124,31 @@ def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplo
     assert {name: leaf["digest"] for name, leaf in written.items()} == {
         name: checksums.compute_on_host(np.asarray(array)) for name, array in arrays.items()
     }
+
+
+def test_an_upload_without_progress_is_no_heartbeat(tmp_path):
+    place = NamedSharding(batches.mesh(1, 1, 1), PartitionSpec())
+    weight = {"a": jax.device_put(np.zeros((4, 4), np.float32), place)}
+    state = TrainState(master=weight, opt_state={}, step=np.int32(1))
+    status = RunStatus()
+    event = threading.Event()  # which the upload waits for
+    progress = types.SimpleNamespace(progress=0)
+    uploads = types.SimpleNamespace(complete=(), store=progress, claim=event.wait)
+    uploads.upload_shards = uploads.finish = lambda step: None
+    with CheckpointWriter(
+        tmp_path,
+        table={"a": Parameter(shape=(4, 4), hf_name="a")},
+        config=CheckpointConfig(),
+        status=status,
+        uploads=uploads,
+    ) as store:
+        store.save(state, make_meta(1))
+        while not store.is_uploading:
+            assert store.poll() is None
+        before = status.activity.last_progress
+        store.poll()
+        assert status.activity.last_progress == before
+        progress.progress += 1
+        store.poll()
+        assert status.activity.last_progress > before
+        event.set()

@@ -27,6 +27,7 @@ from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
 from jaxsp.run.trackers.tracker import Client, Tracker
 from jaxsp.tasks.eval_config import TASKS, EvalConfig
 from jaxsp.tasks.task import Task
+from tests import batches
 from tests.data import source_configs
 from tests.training import test_preferences
 
@@ -224,3 +225,28 @@ def test_a_tracker_is_a_class_named_or_with_its_fields(tmp_path):
         trackers.log({"step": 1, "loss": 2})
     assert (tmp_path / "out").read_text() == "1 {'train/loss': 2.0}"
     assert config_file.parse(SCHEMA, FIELDS, changes).logging.trackers == (Lines(),)
+
+
+def test_the_help_and_the_errors_of_a_choice_come_from_its_class():
+    text = SCHEMA.describe_fields(["optimizer"])
+    assert "signs: Signs of the gradient." in text
+    assert "Only for signs. Factor of the signs." in text
+    changes = ["optimizer.factor=0", "objective.beta=1", "objective.powr=2"]
+    with pytest.raises(UserError) as caught:
+        config_file.parse(SCHEMA, FIELDS, changes)
+    problems = caught.value.problems
+    assert problems[0].startswith("objective.beta = 1: must be null, because length does not have")
+    assert problems[1:] == [
+        "objective.powr = 2: unknown. Did you mean objective.power?",
+        "optimizer.factor = 0.0: must not be 0.",
+    ]
+    with pytest.raises(UserError, match=r"optimizer.name = sign: must be .*optimizer.name=signs"):
+        config_file.parse(SCHEMA, FIELDS, ["optimizer.name=sign"])
+
+
+def test_momentum_changes_the_state_of_sgd():
+    kinds = [
+        batches.make_config(**options).optimizer.state_kind
+        for options in ({}, {"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.5})
+    ]
+    assert kinds == ["sgd", "sgd", "sgd with momentum", "sgd with momentum"]

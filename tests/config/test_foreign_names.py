@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxsp.config import foreign_names
+from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.run import config_file
 
@@ -69,6 +70,13 @@ def test_no_name_with_a_group_is_a_field():
         with pytest.raises((AssertionError, KeyError)):
             resolve(name)
     assert len(dotted) >= 8
+
+
+def test_two_names_that_are_equally_near_are_no_suggestion():
+    assert errors.find_nearest("bet", ["beta", "best"]) is None
+    assert errors.find_nearest("ab", ["abcd"]) is None
+    assert errors.find_nearest("rowtokens", ["row_tokens", "row_token"]) == "row_tokens"
+    assert errors.find_nearest("mseh", ["mesh", "batch"]) == "mesh"
 
 
 @pytest.mark.parametrize("file", ["axolotl.yaml", "training_arguments.json"])

@@ -1,13 +1,18 @@
 """Valid configs, and the messages for invalid ones."""
 
 import pathlib
+import re
 from datetime import timedelta
 
 import pytest
+import yaml
 
+from jaxsp.config import config_file as loading
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
 from jaxsp.data.formats.chats import Messages
+from jaxsp.objectives.registry import OBJECTIVE
+from jaxsp.optimizers.registry import OPTIMIZER
 from jaxsp.run import config_file
 
 VALID = """
@@ -59,6 +64,23 @@ def test_numbers_with_exponents_are_numbers(file, number):
 
 
 @pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("-7", -7),
+        ("1_000", 1000),
+        ("0x1f", 31),
+        (".5e3", 500.0),
+        ("0.5", 0.5),
+        ("2.", 2.0),
+    ],
+)
+def test_other_numbers_of_yaml_are_numbers(text, number):
+    assert yaml_io.load(text) == number
+    assert type(yaml_io.load(text)) is type(number)
+
+
+@pytest.mark.parametrize(
     "directory", ["runs/first", "3e-4", "1.5", "null", "on", "läufe", "a: b", "two\nlines", " "]
 )
 def test_a_saved_config_is_read_back(file, tmp_path, directory):
@@ -85,12 +107,133 @@ def test_checkpoints_follow_after_steps_or_a_duration(file, tmp_path, text, ever
     assert config_file.load(tmp_path / "saved.yaml", []) == config
 
 
+def test_missing_fields_are_reported_with_their_meaning_and_a_value(file):
+    file.write_text("data: {}\nrun: {}\n")
+    messages = problems(file)
+    names = ["data.row_tokens", "data.train", "run.directory"]
+    for name in names:
+        (line,) = [line for line in messages if line.startswith(f"{name}: ")]
+        assert "missing" in line
+        assert f" {name}=" in line
+    (line,) = [line for line in messages if line.startswith("model: ")]
+    assert "source, config, tokenizer, compute_dtype, rope, max_position_embeddings" in line
+    assert len(messages) == len(names) + 4, messages  # steps or epochs; model, batch, optimizer
+
+
+def test_counts_are_32_bit_integers():
+    """Counts on the devices are 32-bit integers; larger ones would raise OverflowError."""
+    counts = [
+        f"{group}.{name}"
+        for group, name, _ in fields()
+        if config_file.SCHEMA.coerce_value(f"{group}.{name}", 7) == 7
+    ]
+    whole = [key for key in counts if config_file.SCHEMA.coerce_value(key, 7.5) is None]
+    assert len(whole) >= 20
+    for key in whole:
+        largest = 2**32 - 1 if key == "run.seed" else 2**31 - 1
+        assert config_file.SCHEMA.coerce_value(key, largest) == largest, key
+        for value in (largest + 1, 10**30, 1e30):
+            assert config_file.SCHEMA.coerce_value(key, value) is None, (key, value)
+
+
 def test_the_example_of_every_field_is_valid():
     inner = [f"data.train.0.{name}" for name in Messages.model_fields]
     for key in [*(f"{group}.{name}" for group, name, _ in fields()), *inner]:
         name, _, text = config_file.SCHEMA.suggest_override(key).partition("=")
         assert name == key
         assert config_file.SCHEMA.coerce_value(key, yaml_io.load(text)) is not None, key
+
+
+def test_the_values_in_suggestions_are_valid(file):
+    for group, name, _ in fields():
+        key = f"{group}.{name}"
+        lists = ("targets", "target_parameters", "modules_to_save")
+        keys = (
+            "data.eval",
+            "eval.tasks",
+            "optimizer.groups",
+            *(f"adapter.{part}" for part in lists),
+        )
+        others = dict.fromkeys(keys, "x")
+        wrong = (others | {"logging.trackers": "3"}).get(key, "[]")
+        choice = {"objective": OBJECTIVE, "optimizer": OPTIMIZER}.get(group)
+        owner = [] if choice is None else [f"{group}.{choice.selector}={choice.owners(name)[0]}"]
+        owner = owner if key not in ("objective.type", "optimizer.name") else []
+        lines = "\n".join(problems(file, f"{key}={wrong}", *owner))
+        (example,) = re.findall(rf"For example ({key}=.*)\.$", lines, re.MULTILINE)
+        other = {
+            "optimizer.nesterov": ["optimizer.momentum=0.9"],
+            "run.epochs": ["run.steps=null"],
+            "model.source": ["model.config=null"],
+            "data.chat_template": ["data.train.0.format=messages"],
+            "data.chat_template_kwargs": ["data.train.0.format=messages"],
+            "run.early_stopping_patience": [
+                "data.eval_fraction=0.1",
+                "run.eval_every=epoch",
+                "run.steps=null",
+                "run.epochs=1",
+            ],
+            "run.early_stopping_min_delta": [
+                "run.early_stopping_patience=1",
+                "data.eval_fraction=0.1",
+                "run.eval_every=5",
+                "checkpoint.best_eval=held_out",
+            ],
+            "memory.offload_every": ["memory.offload_activations=layer_inputs"],
+            "memory.offload_during_attention": ["memory.offload_activations=layer_inputs"],
+            "checkpoint.best_eval": [
+                "checkpoint.keep_best=1",
+                "data.eval=[{source: a.txt, format: text, name: held out}]",
+            ],
+        }
+        if group == "objective" and name != "type":
+            form = OBJECTIVE.by_name()[OBJECTIVE.owners(name)[0]].format
+            formats = [f"data.train.{number}.format={form}" for number in (0, 1)]
+            other[key] = [*owner, *formats]
+        if group == "adapter" and name != "type":
+            other[key] = ["adapter.type=lora"]
+        config_file.load(file, [example, *owner, *other.get(key, [])])
+
+
+def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
+    """It has the default of max_segments_per_row, which is more than the row has tokens."""
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(
+        yaml.safe_dump(config_file.load(file, ["data.row_tokens=32"]).model_dump(mode="json"))
+    )
+    assert config_file.load(saved, []).data.row_tokens == 32
+
+
+@pytest.mark.parametrize("text", [None, "- 1\n"])
+def test_without_the_repository_a_config_to_start_from_is_printed(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        loading, "__file__", str(tmp_path / "site-packages/jaxsp/config/config_file.py")
+    )
+    path = tmp_path / "x.yaml"
+    if text is not None:
+        path.write_text(text)
+    first, *lines = problems(path)
+    assert "quickstart" not in first
+    path.write_text("\n".join(lines))
+    assert config_file.load(path, []).run.directory
+
+
+@pytest.mark.parametrize(
+    "field", ["run.directory", "run.resume", "model.source", "model.tokenizer"]
+)
+def test_a_tilde_in_a_path_is_a_home_folder(file, monkeypatch, tmp_path, field):
+    monkeypatch.setenv("HOME", "/home/me")
+    group, name = field.split(".")
+    words = ["model.config=null"] if field == "model.source" else []
+    config = config_file.load(file, [f"{field}=~/x", *words])
+    assert getattr(getattr(config, group), name) == "/home/me/x"
+    for value in ("runs/a/", "./~x", "Qwen/Qwen3-0.6B"):
+        config = config_file.load(file, [f"{field}={value}", *words])
+        assert getattr(getattr(config, group), name) == value, "as it was written"
+    for value in ("~nosuchuser/x", f"a/{'b' * 256}"):
+        (line,) = problems(file, f"{field}={value}", *words)
+        assert line.startswith(f"{field} = ")
 
 
 def fields() -> list:
@@ -117,3 +260,9 @@ def test_every_field_has_a_docstring_and_is_in_the_help():
         assert meaning in text
     for name, outer in config_file.Config.model_fields.items():
         assert f"{name}: {outer.annotation.__doc__.partition(chr(10))[0]}" in text
+
+
+def test_a_config_cannot_be_changed(file):
+    config = config_file.load(file, [])
+    with pytest.raises(ValueError, match="frozen"):
+        config.mesh.seq = 2

@@ -7,7 +7,9 @@ import datasets
 import numpy as np
 import pytest
 
+from jaxsp.core.errors import UserError
 from jaxsp.data import in_memory
+from tests import messages
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
@@ -55,3 +57,18 @@ def test_equal_records_are_one_file_and_given_fields_stay():
     assert first["source"] == second["source"]
     assert (first["name"], second) == ("eval", own | {"source": first["source"]})
     assert third is paths
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (3, ["data.train.0.source", "int"]),
+        (datasets.DatasetDict(), ["data.train.0.source", "DatasetDict"]),
+        (["a", {"text": object()}], ["data.train.0.source[1]", "JSON"]),
+    ],
+    ids=["number", "splits", "object"],
+)
+def test_other_values_are_refused(given, says, tmp_path):
+    with pytest.raises(UserError, match="^" + messages.containing(*says)):
+        in_memory.write_sources({"train": [{"source": given}]})
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import jax
 import numpy as np
@@ -140,6 +141,38 @@ def make_requests(kind, *args):
     return [Instance(kind, {}, arguments, number) for number, arguments in enumerate(args)]
 
 
+@pytest.mark.slow
+def test_likelihoods_are_those_of_the_harness(harness_models):
+    contexts = [*TEXTS, "trailing space ", "z" * 300]
+    pairs = [(context, end) for context in contexts for end in (" yes", " no, it is not")]
+    expected, actual = (
+        model.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)
+        for model in harness_models
+    )
+    assert [is_greedy for _, is_greedy in actual] == [is_greedy for _, is_greedy in expected]
+    np.testing.assert_allclose(
+        [score for score, _ in actual], [score for score, _ in expected], rtol=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_the_harness_up_to_a_stop_text(harness_models):
+    """Prompts of several lengths, one of which loses its beginning."""
+    prompts = ["def f(", "import os\n", "a" * 70, "b c " * 60]
+    whole = {"max_gen_toks": 12, "until": []}
+    pairs = [(prompt, whole) for prompt in prompts]
+    expected, actual = (
+        model.generate_until(make_requests("generate_until", *pairs), disable_tqdm=True)
+        for model in harness_models
+    )
+    assert actual == expected
+    stop = expected[0][4:6]
+    (cut,) = harness_models[1].generate_until(
+        make_requests("generate_until", (prompts[0], {"max_gen_toks": 12, "until": [stop]}))
+    )
+    assert cut == expected[0].split(stop)[0]
+
+
 def test_an_answer_of_greedy_decoding_is_greedy(harness_models):
     _, model = harness_models
     prompt = model.tok_encode("def f(")
@@ -149,6 +182,12 @@ def test_an_answer_of_greedy_decoding_is_greedy(harness_models):
     assert [is_greedy for _, is_greedy in scores] == [True, False]
 
 
+def test_options_that_generation_does_not_have_are_refused(harness_models):
+    request = ("def f(", {"until": [], "num_beams": 4})
+    with pytest.raises(UserError, match=r"num_beams.*jaxsp export"):
+        harness_models[1].generate_until(make_requests("generate_until", request))
+
+
 def test_the_longest_continuation_is_scored_as_a_whole_and_a_longer_one_refused(harness_models):
     longest = [7] * (ROW_TOKENS - 1)
     request = lambda ids: [(None, [5], ids)]
@@ -156,6 +195,24 @@ def test_the_longest_continuation_is_scored_as_a_whole_and_a_longer_one_refused(
     assert actual[0][0] == pytest.approx(expected[0][0], rel=1e-4)
     with pytest.raises(UserError, match=r"data\.row_tokens = 192: .*192 tokens"):
         harness_models[1]._loglikelihood_tokens(request([7] * ROW_TOKENS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        (["--lm-eval", "a,,b"], "has an empty name"),
+        (["--lm-eval", "no such task"], "has no task no such task"),
+        (["--lm-eval", "x", "--limit", "0"], "--limit = 0: must be at least 1"),
+        (["--lm-eval", "x", "--lm-eval-tasks", "missing"], "there is no such folder"),
+        (["--limit", "3"], "Use it with --lm-eval TASK"),
+        (["--apply-chat-template"], "Use it with --lm-eval TASK"),
+    ],
+)
+def test_wrong_tasks_are_refused_before_anything_is_computed(folder, tmp_path, words, pattern):
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
+    with pytest.raises(UserError, match=pattern):
+        run_eval(folder, tmp_path / "out.jsonl", "data.eval_fraction=0.5", *words)
 
 
 def test_rolling_likelihoods_are_those_of_the_harness(harness_models):
@@ -168,6 +225,18 @@ def test_rolling_likelihoods_are_those_of_the_harness(harness_models):
         for model in harness_models
     )
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
+def test_data_of_a_task_that_cannot_be_downloaded_is_an_error_of_one_line():
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
+    from jaxsp.evaluation import harness
+
+    def fail(*arguments, **options):
+        raise ConnectionError("Couldn't reach 'a/b' on the Hub\nmore")
+
+    manager = types.SimpleNamespace(load=fail)
+    with pytest.raises(UserError, match=r"^--lm-eval = x: Couldn't reach 'a/b' on the Hub\. Run"):
+        harness.evaluate(None, harness.HarnessTasks(["x"], manager, None, None, False), num_steps=0)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.core.errors import ProblemCollector
+from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.run import build, config_file, initial_weights
@@ -144,6 +144,23 @@ def test_likelihoods_are_those_of_the_harness(models):
     assert actual[-1][1], "the model writes it"
 
 
+@pytest.mark.parametrize(
+    ("context", "continuation", "pattern"),
+    [
+        ("x = assist", "ant", "continuation 'ant' of 'x = assist' has no tokens of its own"),
+        ("", "<s>", "continuation '<s>' of '' has no tokens of its own"),
+        ("x", " no" * 200, "row_tokens = 128: must hold a continuation of 200 tokens"),
+    ],
+)
+def test_continuations_that_the_harness_refuses_are_refused(models, context, continuation, pattern):
+    own, model = models
+    request = (context, continuation)
+    with pytest.raises(AssertionError):
+        ask(own, "loglikelihood", request)
+    with pytest.raises(UserError, match=pattern):
+        ask(model, "loglikelihood", ("x", " no"), request)
+
+
 def with_template(models, template, kwargs):
     """Both models with a chat template."""
     from jaxsp.evaluation import harness
@@ -183,6 +200,16 @@ def test_prompts_of_chats_are_those_of_the_harness(models, template, kwargs):
         assert actual == expected
         assert actual.endswith("an")
     assert ("<no-think>" in expected) == bool(kwargs)
+
+
+def test_chats_that_a_template_refuses_and_templates_that_are_missing_are_named(models):
+    _, model = with_template(models, chats.TURNS, {})
+    with pytest.raises(UserError, match=r"--apply-chat-template: .*roles must alternate"):
+        model.apply_chat_template([{"role": "user", "content": "q"}] * 2)
+    with pytest.raises(UserError, match="the tokenizer has no chat template"):
+        with_template(models, None, {})
+    with pytest.raises(UserError, match="tools: the chat template has no variable"):
+        with_template(models, chats.TURNS, {"tools": []})
 
 
 @pytest.mark.parametrize("kwargs", [None, {}, {"enable_thinking": False}])

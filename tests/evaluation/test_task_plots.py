@@ -45,6 +45,25 @@ def test_cells_have_the_rates_in_ascending_order(draw):
     assert "step 7, 20 samples" in drawn.get_suptitle()
 
 
+def test_numbers_are_readable_on_their_colors(draw):
+    rates = np.linspace(0, 1, 51)
+    panel = draw([result(512, {f"{rate:.3g}": rate for rate in rates})]).axes[0]
+    for text, rate in zip(panel.texts, rates, strict=True):
+        luminances = sorted(
+            luminance(color) for color in (text.get_color(), panel.images[0].cmap(rate))
+        )
+        assert (luminances[1] + 0.05) / (luminances[0] + 0.05) > 4.5
+
+
+def luminance(color):
+    """Relative luminance. Source: WCAG 2.2, which asks for a contrast of 4.5."""
+    from matplotlib import colors
+
+    rgb = np.array(colors.to_rgb(color))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
 def test_without_needles_or_matplotlib_nothing_is_drawn(monkeypatch, tmp_path):
     needle = result(512, {"0": 1.0})
     assert task_plots.draw_if_possible(tmp_path, [result(512, {}, task="multi_key")]) == ""

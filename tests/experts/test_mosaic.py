@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxsp.core.errors import UserError
 from jaxsp.experts import kernels, mosaic
 from jaxsp.experts.mosaic import Groups
+from jaxsp.planning import hlo
 from jaxsp.run import selfcheck
 from jaxsp.training.specs import make_spec
 from tests import batches, messages
@@ -92,3 +93,20 @@ def test_the_kernel_is_chosen_by_device_dims_dtype_and_release(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
     with pytest.raises(UserError, match=r"jax 0\.11\.1 or later"):
         kernels.choose("mosaic", **fitting)
+
+
+def test_products_of_the_kernels_are_counted():
+    """Those of places with matrices, and of places with places: 2 * P * i * o."""
+    text = """HloModule test
+
+ENTRY %main (e: s32[8], x: bf16[1024,64], w: bf16[4,192,64]) -> f32[4,192,64] {
+  %e = s32[8]{0} parameter(0)
+  %x = bf16[1024,64]{1,0} parameter(1)
+  %w = bf16[4,192,64]{2,1,0} parameter(2)
+  %y = bf16[1024,192]{1,0} custom-call(%e, %e, %x, %w), custom_call_target="mosaic_gpu_v2"
+  ROOT %s = f32[4,192,64]{2,1,0} custom-call(%e, %e, %y, %x), custom_call_target="mosaic_gpu_v2"
+}
+"""
+    first, second = hlo.read_kernel_costs(text)
+    assert first.flops == second.flops == 2 * 1024 * 64 * 192
+    assert first.efficiency < 1

@@ -8,7 +8,7 @@ import pytest
 from jaxsp.blocks.block_config import ClampedGate, ExpertsConfig
 from jaxsp.blocks.config import EXPERTS, LayerConfig
 from jaxsp.blocks.experts import Experts
-from jaxsp.experts import places, tiled
+from jaxsp.experts import places, routing, tiled
 from tests import batches
 
 GPT_OSS = ExpertsConfig(
@@ -105,6 +105,12 @@ def test_tiles_suffice_for_every_distribution(num_slots):
         num_single = min(num_experts - 1, num_slots - 1)
         needed = num_single + -(-(num_slots - num_single) // tiles.size)
         assert tiles.number >= needed
+
+
+def test_of_equal_probabilities_the_lowest_experts_are_chosen():
+    shares, experts = routing.route(jnp.zeros((2, 5)), num_chosen=3, is_normalized=True)
+    assert experts.tolist() == [[0, 1, 2]] * 2
+    assert np.allclose(shares, 1 / 3)
 
 
 def test_gradients_are_whole_at_the_limit_of_gpt_oss():

@@ -1,13 +1,16 @@
 """Damaged checkpoints are noticed and set aside, and the previous one is used."""
 
 import dataclasses
+import errno
 import json
 import re
 import shutil
 
+import orbax.checkpoint as ocp
 import pytest
 
-from jaxsp import train
+from jaxsp import eval as evaluation
+from jaxsp import export, train
 from jaxsp.checkpoint import checksums, reader, run_paths
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
@@ -76,6 +79,14 @@ def change_meta(saved, folder, name, key, value):
 def test_the_error_for_a_different_checksum_names_the_array(saved, name, tmp_path):
     copy, leaf = change_meta(saved, tmp_path, name, "digest", "0" * 16)
     parts = messages.containing(copy, leaf, "0" * 16)
+    with pytest.raises(DamagedCheckpointError, match=parts):
+        reader.restore(copy, saved.state_shapes, table=saved.table, num_steps=2)
+
+
+def test_a_different_dtype_is_refused(saved, tmp_path):
+    """Orbax would cast it silently."""
+    copy, leaf = change_meta(saved, tmp_path, "", "dtype", "bfloat16")
+    parts = messages.containing(copy, leaf, "bfloat16", "float32")
     with pytest.raises(DamagedCheckpointError, match=parts):
         reader.restore(copy, saved.state_shapes, table=saved.table, num_steps=2)
 
@@ -177,6 +188,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_used(finished, r
 
 
 @pytest.mark.slow
+def test_a_second_damaged_checkpoint_of_the_same_step_gets_another_name(run):
+    for _ in range(2):
+        flip(run / "run/checkpoints/4")
+        train.main(arguments(run))
+        shutil.rmtree(run / "run/checkpoints/6")
+    assert sorted(path.name for path in (run / "run/damaged").iterdir()) == ["4", "4-2"]
+
+
+@pytest.mark.slow
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(run):
     for step in (2, 4):
         flip(run / f"run/checkpoints/{step}")
@@ -187,6 +207,56 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(run):
             train.main(arguments(run))
     assert sorted(path.name for path in (run / "run/damaged").iterdir()) == ["2", "4"]
     assert losses(run) == before
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_run_is_not_moved(finished, run, capfd):
+    flip(run / "run/checkpoints/4")
+    changes = [f"run.directory={run}/second", f"run.resume={run}/run"]
+    train.main(arguments(run, *changes))
+    stderr = capfd.readouterr().err
+    assert f"{run}/run/checkpoints/4" in stderr
+    assert f"{run}/run/damaged" not in stderr
+    assert sorted(path.name for path in (run / "run/checkpoints").iterdir()) == ["2", "4"]
+    assert losses(run, "second") == losses(finished)[2:]
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_in_run_resume_is_refused(run):
+    flip(run / "run/checkpoints/4")
+    checkpoints = run / "run/checkpoints"
+    parts = messages.containing(checkpoints / "4", checkpoints / "2")
+    changes = [f"run.directory={run}/third", f"run.resume={checkpoints}/4"]
+    with pytest.raises(UserError, match=parts):
+        train.main(arguments(run, *changes))
+    assert run_paths.find_latest(run / "run").name == "4"
+
+
+def test_export_and_evaluation_suggest_the_previous_checkpoint(run):
+    flip(run / "run/checkpoints/4", "master")
+    checkpoints = run / "run/checkpoints"
+    parts = messages.containing(checkpoints / "4", checkpoints / "2")
+    with pytest.raises(UserError, match=parts):
+        export.main([str(run / "run"), str(run / "out")])
+    change = f"data.eval=[{{source: {run}/data.jsonl, format: tokens}}]"
+    with pytest.raises(UserError, match=parts):
+        evaluation.main([str(run / "run"), change])
+    export.main([str(run / "run/checkpoints/2"), str(run / "out")])
+
+
+@pytest.mark.parametrize(
+    ("number", "is_damage"), [(errno.ENOENT, True), (errno.EACCES, False), (errno.EIO, False)]
+)
+def test_a_failing_disk_is_not_damage(saved, monkeypatch, number, is_damage):
+    """Otherwise a disk that does not answer would set aside all checkpoints."""
+
+    def fail(*_, **__):
+        raise OSError(number, "requested by the test")
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
+    with pytest.raises(DamagedCheckpointError if is_damage else OSError) as error:
+        saved.restore()
+    assert isinstance(error.value, DamagedCheckpointError) == is_damage
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 2), (1, 1, 1), (2, 2, 2)])

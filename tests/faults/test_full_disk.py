@@ -1,5 +1,6 @@
 """A disk that is full during a save, or under metrics.jsonl, costs a run only time."""
 
+import contextlib
 import io
 import json
 import re
@@ -13,8 +14,13 @@ import pytest
 import rich.console
 
 from jaxsp.checkpoint import run_paths
+from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.core import files
+from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, config_file, trainer
+from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.metrics import MetricsWriter
+from jaxsp.system import run_lock
 from jaxsp.system.jsonl import AppendFile
 from tests import batches, commands, messages
 
@@ -137,6 +143,31 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_space(
     assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
 
 
+@pytest.mark.slow
+def test_a_run_resumes_from_the_checkpoint_before_the_disk_was_full(
+    tmp_path, small_disk, monkeypatch
+):
+    monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (0.1, 0.1))
+    directory = small_disk / "run"
+    write = MetricsWriter.write
+
+    def write_to_full_disk(self, name, line):
+        if line["step"] == 3:
+            fill(small_disk)
+        write(self, name, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", write_to_full_disk)
+        parts = messages.containing(NUM_STEPS, "No space left on device", "step 2")
+        with pytest.raises(NeedsAttentionError, match=parts):
+            train(make_config(tmp_path, directory))
+    (small_disk / "ballast").unlink()
+    assert checkpoint_names(directory) == ["2"]
+    train(make_config(tmp_path, directory))
+    steps = [line["step"] for line in read_metrics(directory)]
+    assert steps == list(range(1, NUM_STEPS + 1))
+
+
 @pytest.fixture
 def limit_file_size():
     """Function that limits the bytes of each file; needs no mount."""
@@ -175,3 +206,67 @@ def test_records_wait_for_space_and_none_is_cut(tmp_path, limit_file_size, capfd
         assert re.match(messages.containing(path, "File too large"), line)
     assert "File too large" not in written
     assert re.match(messages.containing(path, "60,000 bytes"), lost)
+
+
+@pytest.mark.slow
+def test_a_save_that_finds_no_space_is_tried_again(tmp_path, limit_file_size, monkeypatch):
+    save = CheckpointWriter.save
+
+    def save_to_small_files(self, state, meta):
+        limit_file_size(20_000 if meta.step == 4 else None)
+        outcome = save(self, state, meta)
+        if outcome is None:
+            self._pending.future.exception()  # waits until it has ended
+        limit_file_size(None)
+        return outcome
+
+    monkeypatch.setattr(CheckpointWriter, "save", save_to_small_files)
+    output = train(make_config(tmp_path, tmp_path / "run"))
+    assert re.findall(r"checkpoint (\d+)\b.*File too large", output) == ["4"]
+    assert checkpoint_names(tmp_path / "run") == [str(NUM_STEPS)]
+
+
+@pytest.mark.slow
+def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkeypatch):
+    """A kill would lose such a line forever, since the run resumes after it."""
+    sync = AppendFile.sync
+    synced = []
+
+    def fail_once(self):
+        if self._path.name.startswith("metrics.jsonl"):
+            synced.append(self._path)
+            if len(synced) == 1:
+                raise OSError(28, "No space left on device")
+        sync(self)
+
+    monkeypatch.setattr(AppendFile, "sync", fail_once)
+    output = train(make_config(tmp_path, tmp_path / "run", "run.steps=4"))
+    assert re.search(messages.containing("checkpoint 2", "[Errno 28]"), output)
+    waits = re.findall(r"step (\d+) .*checkpoint.* \d+(?:\.\d)? s", output)
+    assert waits == ["4"], "only the checkpoint that was written"
+    assert checkpoint_names(tmp_path / "run") == ["4"]
+    assert len(synced) == 2, "before each checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_locked", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch, is_locked):
+    """The train command locks the folder before it reads anything."""
+    directory = tmp_path / "run"
+    train(make_config(tmp_path, directory, "run.steps=2"))
+    config = make_config(tmp_path, directory, "run.steps=3")
+    before = (directory / "config.yaml").read_text()
+    write_atomic = files.write_atomic
+
+    def write_to_full_disk(path, text, **options):
+        if not path.is_relative_to(directory):  # such as the cache of tokens
+            return write_atomic(path, text, **options)
+        path.with_name(f"{path.name}{files.PARTIAL_SUFFIX}").write_text(text[:10])
+        raise OSError(28, "No space left on device")
+
+    with run_lock.lock(directory) if is_locked else contextlib.nullcontext():
+        monkeypatch.setattr(files, "write_atomic", write_to_full_disk)
+        parts = messages.containing(f"run.directory = {directory}", "No space left on device")
+        with pytest.raises(UserError, match=parts):
+            train(config)
+    assert (directory / "config.yaml").read_text() == before

@@ -1,7 +1,9 @@
 """A run whose output cannot be written: it ends as without, with the same numbers."""
 
+import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -97,3 +99,18 @@ def wait_until(condition, process):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_commands_whose_reader_ends_end_quietly():
+    command = '"$0" -m jaxsp.train --help | head -n 1; "$0" -m jaxsp.report --help > /dev/full'
+    command = ["bash", "-c", f"set -o pipefail -e; {command}", sys.executable]
+    done = subprocess.run(
+        command,
+        cwd=commands.REPO,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1)

@@ -7,7 +7,7 @@ import pytest
 import rich.console
 
 from jaxsp import export, generate
-from jaxsp.core.errors import escape
+from jaxsp.core.errors import UserError, escape
 from jaxsp.run import build, config_file, trainer
 from tests import batches
 
@@ -92,6 +92,16 @@ def test_the_command_answers_as_the_samples_and_transformers_do(run, capsys, tmp
     assert again == text
 
 
+@pytest.mark.slow
+def test_answers_beyond_the_positions_of_the_model_have_a_note(run, capsys):
+    words = ["--prompt", "a" * 60, "--max-new-tokens", 4, *MESH]
+    for positions, expected in ((63, ""), (62, "note: rows of 63 tokens are longer than the 62")):
+        change = f"model.max_position_embeddings={positions}"
+        text, _ = generate_text(capsys, run, *words, change)
+        assert text.startswith(expected)
+        assert ("note" in text) == bool(expected)
+
+
 def test_a_chat_is_rendered_up_to_the_answer(run, capsys):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -101,3 +111,10 @@ def test_a_chat_is_rendered_up_to_the_answer(run, capsys):
         chat = generate_text(capsys, run, "--chat", "Hi", *options, *words, change)[0]
         prompt = f"{system}user: Hi\nassistant:"
         assert chat == generate_text(capsys, run, "--prompt", prompt, *words)[0]
+
+
+def test_a_reward_model_is_refused_by_name(tmp_path):
+    fields = MODEL | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="is a reward model"):
+        generate.main([str(tmp_path), "--prompt", "a"])

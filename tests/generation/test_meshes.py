@@ -14,6 +14,7 @@ from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.planning import limits
+from jaxsp.sharding.sharding import Gather
 from tests import batches, tolerances, unsharded
 from tests.generation import models
 from tests.training import runs
@@ -108,6 +109,52 @@ def test_adapters_of_a_quantized_model_answer_token_by_token_as_at_once():
     (steps,) = models.compute_logits(generator, master, [prompt], [answer])
     (last,) = models.compute_logits(generator, master, [prompt + answer[:-1]], [answer[-1:]])
     assert batches.relative_error(steps[-1:], last) < tolerances.MESH
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_shards")
+def test_weights_that_are_cast_or_gathered_once_give_the_same_bits(monkeypatch):
+    spec = models.make_spec(HYBRID, (1, 2, 1), compute_dtype="bfloat16")
+    master = runs.put_weights(spec.table, runs.draw_weights(HYBRID), spec.mesh)
+    generator = Generator(spec)
+    weights = spec.gather.cast_once(spec.table, master)
+    for value, cast in zip(*map(jax.tree.leaves, (master, weights)), strict=True):
+        assert cast.sharding.is_equivalent_to(value.sharding, value.ndim)
+        assert cast is value if cast.dtype == jnp.float32 else cast.dtype == jnp.bfloat16
+    assert {cast.dtype.name for cast in jax.tree.leaves(weights)} == {"float32", "bfloat16"}
+    prompts = PROMPTS[:1]
+    answers = [ANSWERS[0][:2]]
+    whole = spec.gather.gather_once(spec.table, master, spec.mesh)
+    for param, value in zip(*map(jax.tree.leaves, (spec.table, whole)), strict=True):
+        assert value.shape == param.stacked_shape
+        assert value.is_fully_replicated
+    assert spec.gather.whole_bytes(spec.table) >= sum(x.nbytes for x in jax.tree.leaves(whole))
+    compute = functools.partial(models.compute_logits, generator, prompts=prompts, answers=answers)
+    (logits,) = compute(master)
+    np.testing.assert_array_equal(compute(weights)[0], logits)
+    np.testing.assert_array_equal(compute(whole, gather=spec.gather.for_whole())[0], logits)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize(("free", "is_whole"), [(2.0, True), (1.9, False)])
+def test_weights_are_whole_where_they_fit_into_half_of_the_free_memory(monkeypatch, free, is_whole):
+    spec = models.make_spec(MIXED, (1, 2, 1), compute_dtype="bfloat16")
+    master = runs.put_weights(spec.table, runs.draw_weights(MIXED), spec.mesh)
+    free_bytes = free * spec.gather.whole_bytes(spec.table)
+    monkeypatch.setattr(limits, "find_free_bytes", lambda devices: free_bytes)
+    calls = []
+    for name in ("cast_once", "gather_once"):
+        function = getattr(Gather, name)
+
+        def run(*arguments, name=name, function=function):
+            calls.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(Gather, name, run)
+    answers = Generator(spec).generate(master, PROMPTS[:1], max_new_tokens=9)
+    assert ("gather_once" in calls) == is_whole
+    assert answers == make_generator(compute_dtype="bfloat16")(PROMPTS[:1], max_new_tokens=9)
 
 
 def make_generator(sizes=(1, 1, 1), row_tokens=models.ROW_TOKENS, **fields):

@@ -8,7 +8,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.generation import samples
-from jaxsp.run import stop_tokens
+from jaxsp.run import config_file, stop_tokens
 from jaxsp.run.generate_command import TextStream
 from tests import batches
 
@@ -48,6 +48,25 @@ def test_text_comes_as_soon_as_its_characters_are_complete():
     assert parts == ["a", " ", "", "é", "", "", "€", "\n"]
     assert [stream.add(0xC3), stream.add(256)] == ["", ""]
     assert stream.finish() == "\ufffd", "a character that never ends, without the end token"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], "generate_samples = 2: needs an eval set"),
+        (
+            [
+                *("objective.type=reward", "data.train.0.format=preference"),
+                "data.eval=[{source: a.jsonl, format: preference}]",
+            ],
+            "generate_samples = 2: .*objective.type = reward",
+        ),
+    ],
+)
+def test_samples_need_an_eval_set_and_a_model_that_generates(changes, expected):
+    fields = batches.make_config().model_dump(mode="json", exclude_unset=True)
+    with pytest.raises(UserError, match=expected):
+        config_file.parse(fields, ["run.generate_samples=2", *changes])
 
 
 def test_generation_stops_at_the_tokens_of_both_configs_and_of_the_tokenizer(tmp_path):

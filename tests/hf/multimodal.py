@@ -93,6 +93,37 @@ GEMMA_3_4B = {
 }
 """The config.json of gemma-3-4b-it, which leaves out what is transformers' default."""
 
+MISTRAL_SMALL_3_1: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+    "vision_feature_layer": -1,
+}
+"""The config.json of Mistral-Small-3.1-24B-Instruct-2503."""
+
 QWEN3_5_27B: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "image_token_id": 248056,
@@ -150,6 +181,30 @@ QWEN3_5_27B: dict[str, Any] = {
 }
 """Every field that the config.json of a Qwen3.5 or Qwen3.6 of 27B has, and of its vision tower
 three."""
+
+_DENSE_ONLY = ("intermediate_size", "output_gate_type", "partial_rotary_factor", "pad_token_id")
+
+QWEN3_5_35B_A3B: dict[str, Any] = QWEN3_5_27B | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        **{k: v for k, v in QWEN3_5_27B["text_config"].items() if k not in _DENSE_ONLY},
+        "hidden_size": 2048,
+        "layer_types": [*3 * ["linear_attention"], "full_attention"] * 10,
+        "linear_num_value_heads": 32,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+    },
+    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5_moe"},
+}
+"""The config.json of Qwen3.5-35B-A3B, of the vision tower three fields."""
 
 
 def torch_model(fields: dict[str, Any]) -> Any:

@@ -85,6 +85,15 @@ def test_the_factor_follows_from_the_range():
     assert changed["rope_parameters"] == {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
 
 
+def test_all_given_fields_of_yarn_are_written():
+    given = {"factor": 4.0, "original_max_position_embeddings": 32768, "beta_fast": 16.0}
+    given |= {"beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
+    given |= {"attention_factor": 1.1}
+    changed = apply(QWEN3, rope={"type": "yarn", "theta": 5e6, **given})
+    assert changed["rope_parameters"] == {"rope_type": "yarn", "rope_theta": 5e6, **given}
+    assert changed["max_position_embeddings"] == 131072
+
+
 def test_theta_keeps_the_type_and_the_range():
     changed = apply(LLAMA31, rope={"theta": 8e6})
     assert changed["rope_parameters"] == {**LLAMA31["rope_scaling"], "rope_theta": 8e6}
@@ -92,6 +101,12 @@ def test_theta_keeps_the_type_and_the_range():
     changed = apply(QWEN3, rope={"theta": 8e6}, max_position_embeddings=65536)
     assert changed["rope_parameters"] == {"rope_type": "default", "rope_theta": 8e6}
     assert changed["max_position_embeddings"] == 65536
+
+
+def test_the_range_alone_keeps_every_other_field():
+    changed = apply(LLAMA31, max_position_embeddings=262144)
+    assert changed == LLAMA31 | {"max_position_embeddings": 262144}
+    assert apply(LLAMA31) is LLAMA31
 
 
 def test_a_factor_alone_changes_the_models_own_type():
@@ -153,3 +168,24 @@ def test_long_rows_have_a_suggestion_that_reaches_them(fields, row_tokens, sugge
     text = describe(fields, row_tokens)
     limit = f"{fields['max_position_embeddings']:,}"
     assert_names(text, f"{row_tokens:,}", limit, "untrained distance", suggestion)
+
+
+def test_the_suggestion_reaches_them():
+    changed = apply(QWEN3, rope={"type": "yarn", "factor": 3.2})
+    assert describe(changed, 131072) == ""
+    assert_names(describe(changed, 131073), "yarn", "3.201")
+
+
+def test_tokens_of_a_document_that_is_split_see_only_their_row():
+    text = describe(QWEN3, 8192, 300_000)
+    assert_names(text, "longest document", "300,000", "40,960", "rows of 8,192")
+    assert "model.rope" not in text
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "longest_document", "factor"),
+    [(81920, 300_000, 2), (300_000, 81920, 2), (61440, 61440, 1.5)],
+)
+def test_the_suggestion_reaches_the_longest_distance_in_a_row(row_tokens, longest_document, factor):
+    text = describe(QWEN3, row_tokens, longest_document)
+    assert f"factor: {factor}}}" in text

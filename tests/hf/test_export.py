@@ -12,10 +12,12 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.blocks import layers
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
 from tests.hf import oracle
+from tests.messages import assert_names
 
 TINY = {**oracle.MODELS["llama3"], "vocab_size": 257}
 """Model with biases, scaled rotations, an explicit head_dim and the byte tokenizer's vocabulary."""
@@ -133,6 +135,11 @@ def test_views_are_written_in_the_order_of_their_elements(tmp_path):
     ).read_bytes()
 
 
+def test_a_tied_head_is_not_written(tmp_path):
+    export(tmp_path / "out", oracle.MODELS["llama tied"])
+    assert "lm_head.weight" not in safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+
+
 def test_host_memory_holds_one_file_at_a_time(tmp_path):
     fields = {
         **TINY,
@@ -186,3 +193,51 @@ def test_the_tokenizer_and_its_special_tokens_are_exported(tmp_path):
     model = load(tmp_path / "out")
     for config in (model.generation_config, model.config):
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (7, 256, None)
+
+
+def test_without_a_tokenizer_there_are_no_special_tokens(tmp_path):
+    """The default of transformers for llama is eos_token_id = 2, whatever token 2 is."""
+    export(tmp_path / "out", TINY)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    model = load(tmp_path / "out")
+    assert model.config.eos_token_id is None
+    assert model.generation_config.eos_token_id is None
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("name", ["out", "new/parent/out"])
+def test_a_failed_export_leaves_no_files_and_no_folders(tmp_path, monkeypatch, error, name):
+    save = safetensors.numpy.save_file
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", fail)
+    with pytest.raises((UserError, KeyboardInterrupt)) as raised:
+        export(tmp_path / name, TINY, max_shard_size="60KB")
+    if isinstance(error, OSError):
+        assert_names(
+            raised.value, "[Errno 28] No space left on device", start=f"{tmp_path}/{name}: "
+        )
+    assert len(calls) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_new_or_an_empty_folder_is_written_to(tmp_path):
+    (tmp_path / "empty").mkdir()
+    export(tmp_path / "empty", TINY)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    for name in ("empty", "empty/config.json"):
+        with pytest.raises(UserError, match=rf"^{tmp_path}/{name}: .*empty folder"):
+            export(tmp_path / name, TINY)
+    with pytest.raises(UserError, match=rf"^{tmp_path}/empty/config\.json/out: .*\[Errno"):
+        export(tmp_path / "empty/config.json/out", TINY)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before

@@ -6,9 +6,12 @@ Names on the hub are folders too.
 import json
 import pathlib
 import re
+import sys
 from typing import Any
 
+import httpx2
 import huggingface_hub
+import huggingface_hub.errors as hub
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, tensors, weights
 from jaxsp.model import decoder
 from tests import batches
+from tests.hf import memory
 from tests.messages import assert_names
 
 FIELDS: dict[str, Any] = {
@@ -173,6 +177,25 @@ def test_links_out_of_the_folder_are_refused(model_folder, tmp_path, name):
     assert not any((tmp_path / "out").iterdir())
 
 
+def test_links_to_weights_or_inside_the_folder_or_into_the_hubs_blobs_are_allowed(
+    model_folder, tmp_path
+):
+    weights_file = tmp_path / "w.safetensors"
+    weights_file.write_bytes(b"")
+    (model_folder / "model-00001-of-00002.safetensors").symlink_to(weights_file)
+    (model_folder / "vocab.txt").symlink_to("config.json")
+    assert folder.find("m").config_fields == FIELDS
+    (tmp_path / "link").symlink_to(model_folder)
+    assert folder.find("link").config_fields == FIELDS
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    blobs = snapshot.parents[1] / "blobs"
+    for path in (snapshot, blobs):
+        path.mkdir(parents=True)
+    (blobs / "abc").write_text(json.dumps(FIELDS))
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    assert folder.find(str(snapshot)).config_fields == FIELDS
+
+
 def test_wrong_shapes_and_dtypes_are_named(model_folder):
     arrays = named()
     arrays["model.norm.weight"] = arrays["model.norm.weight"][:-1]
@@ -212,6 +235,12 @@ def test_a_tied_head_must_equal_the_embedding(model_folder, monkeypatch):
     assert_names(problem, "missing", "model.embed_tokens.weight")
 
 
+def test_files_of_the_index_must_exist(model_folder):
+    (model_folder / "model-1.safetensors").unlink()
+    (problem,) = problems()
+    assert_names(problem, "model.safetensors.index.json", start="model-1.safetensors: ")
+
+
 def test_an_index_that_differs_from_the_files_is_refused(model_folder):
     path = model_folder / folder.INDEX_FILE
     weight_map = json.loads(path.read_text())["weight_map"]
@@ -237,6 +266,63 @@ def test_an_index_that_differs_from_the_files_is_refused(model_folder):
     ):
         path.write_text(broken)
         assert_names(problems()[0], "model.safetensors.index.json", "tensor")
+
+
+def test_all_damaged_files_are_named(model_folder):
+    first = model_folder / "model-1.safetensors"
+    second = model_folder / "model-2.safetensors"
+    sound = first.read_bytes()
+    length = int.from_bytes(sound[:8], "little")
+    second.write_bytes(b"<!DOCTYPE html><html>not here</html>")
+    for content in (
+        sound[:-1],
+        sound[: 8 + length - 1],
+        sound[:5],
+        b"",
+        sound + b"x",
+        sound[:8] + b"x" + sound[9:],
+        sound.replace(b'"shape":[', b'"shape":-'),
+        sound.replace(b'"F32"', b'"F16"'),
+    ):
+        first.write_bytes(content)
+        in_first, in_second = problems()
+        size = f"{len(content):,} bytes"
+        assert_names(in_first, "damaged or incomplete", size, start="m/model-1.safetensors")
+        assert_names(in_second, "damaged or incomplete", start="m/model-2.safetensors")
+    first.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid")
+    assert_names(problems()[0], "git-lfs", "git lfs pull", start="m/model-1.safetensors")
+
+
+def test_a_file_that_changes_after_its_check_is_named(model_folder):
+    table = decoder.param_table(MODEL)
+    reader = weights.open_folder(folder.find("m"), table)
+    whole = (slice(None), slice(None))
+    (model_folder / "model-1.safetensors").write_bytes(b"")
+    with pytest.raises(
+        UserError, match=r"^model\.source = m: m/model-1\.safetensors.*damaged or incomplete"
+    ):
+        reader.read(table["embedding"], None, whole)
+    (model_folder / "model-1.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"^model\.source = m: m/model-1\.safetensors.*No such file"
+    ):
+        reader.read(table["embedding"], None, whole)
+
+
+def test_the_error_for_a_folder_without_weights_lists_its_files(model_folder):
+    (model_folder / folder.INDEX_FILE).unlink()
+    (problem,) = problems()
+    files = [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "model-1.safetensors, model-2.safetensors",
+    ]
+    assert_names(problem, *files)
+    for path in model_folder.glob("*.safetensors"):
+        path.unlink()
+    assert_names(
+        problems()[0], "model.safetensors", "pytorch_model.bin", "model.source=m-safetensors"
+    )
 
 
 def write_cache(directory: pathlib.Path, monkeypatch, arrays: Named) -> pathlib.Path:
@@ -321,3 +407,76 @@ _OTHER_FILES = """
     original/tokenizer.model original/config.json modeling_x.py
     model.gguf onnx/model.onnx README.md
 """.split()
+
+
+def response_fields(status: int) -> dict[str, Any]:
+    return {
+        "response": httpx2.Response(
+            status, request=httpx2.Request("GET", "https://huggingface.co/api/models/org/name")
+        )
+    }
+
+
+def unreachable(cause: Exception) -> Exception:
+    """The error of snapshot_download if the model is not in the cache."""
+    error = hub.LocalEntryNotFoundError("An error happened")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [
+        (
+            hub.GatedRepoError("403", **response_fields(403)),
+            ["gated", "https://huggingface.co/org/name", "hf auth login"],
+        ),
+        (
+            hub.RepositoryNotFoundError("401", **response_fields(401)),
+            ["folder", "hub", "private", "hf auth login"],
+        ),
+        (
+            unreachable(httpx2.ConnectError("[Errno -3] Temporary failure in name resolution")),
+            ["folder", "cache", "Temporary failure in name resolution", "hf download org/name"],
+        ),
+        (
+            hub.HfHubHTTPError("401 Client Error", **response_fields(401)),
+            ["hub", "401 Client Error", "token", "hf auth login"],
+        ),
+        (
+            unreachable(hub.HfHubHTTPError("403 Forbidden", **response_fields(403))),
+            ["hub", "403 Forbidden", "token", "hf auth login"],
+        ),
+        (
+            hub.HfHubHTTPError("500 Server Error\nRequest ID", **response_fields(500)),
+            ["downloaded", "500 Server Error"],
+        ),
+        (httpx2.ReadTimeout("timed out"), ["downloaded", "timed out"]),
+        (
+            OSError(28, "No space left on device"),
+            ["downloaded", "[Errno 28] No space left on device"],
+        ),
+    ],
+)
+def test_errors_of_the_hub_are_one_line_with_a_suggestion(tmp_path, monkeypatch, error, parts):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    (problem,) = problems(source="org/name")
+    assert_names(problem, *parts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs the memory of a process in /proc/self/status"
+)
+def test_each_process_needs_memory_for_its_own_shards_and_one_tensor():
+    """`python -m tests.hf.memory 2` shows the same for 2 GB."""
+    for peak in memory.measure(0.25e9):
+        assert peak.held == pytest.approx(0.125e9, rel=0.1)
+        # memory that malloc keeps after it was freed
+        slack = 16e6
+        assert peak.peak < peak.before + peak.held + peak.largest + slack

@@ -151,6 +151,25 @@ def test_an_export_is_the_same_model(name):
     assert model_config.parse_model_config(exported) == model
 
 
+def test_transformers_4_finds_the_partial_rotation_and_the_scaling_of_phi():
+    """It refuses a rope_scaling of Phi-3 with other fields than these three.
+
+    Source: Phi3Config._rope_scaling_validation in transformers 4.57.
+    """
+    inside = {"partial_rotary_factor": 0.75, "rope_theta": 10000.0, "rope_type": "longrope"}
+    group = {name: value for name, value in LONGROPE.items() if name != "type"} | inside
+    saved = {
+        name: value
+        for name, value in PHI_4_MINI.items()
+        if name not in ("rope_scaling", "rope_theta", "partial_rotary_factor")
+    }
+    for fields in (PHI_4_MINI, saved | {"rope_parameters": group}):
+        exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+        assert exported["rope_scaling"] == LONGROPE
+        assert exported["partial_rotary_factor"] == 0.75
+        assert exported["original_max_position_embeddings"] == 4096
+
+
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_both_names_of_a_rope_type_mean_the_same_where_layers_differ(key):
     """Transformers 5.23 reads the default type from `type` here."""

@@ -2,7 +2,12 @@
 
 import itertools
 import json
+import os
 import pathlib
+import re
+import shlex
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -13,6 +18,7 @@ import safetensors.numpy
 
 from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, weights
 from jaxsp.model import decoder
 from jaxsp.sharding import sharding
@@ -232,6 +238,68 @@ def test_experts_in_mxfp4_are_read_as_transformers_reads_them_and_exported_in_bf
     safetensors.numpy.save_file(quantized, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=rf"missing tensors: {name}\.[^$]*{name}_blocks"):
         read(tmp_path)
+
+
+def test_one_tensor_is_enough_for_a_tied_embedding_and_head_under_either_name(tmp_path):
+    """safetensors.torch.save_model keeps the first name in the alphabet, which is the head's."""
+    source = checkpoint(tmp_path, oracle.MODELS["llama tied"])
+    assert "lm_head.weight" not in source
+    both = source | {"lm_head.weight": source["model.embed_tokens.weight"]}
+    head_only = dict(both)
+    del head_only["model.embed_tokens.weight"]
+    _, expected = read(tmp_path)
+    for stored in (both, head_only):
+        safetensors.numpy.save_file(
+            stored, tmp_path / "model.safetensors", metadata={"format": "pt"}
+        )
+        model = oracle.transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert batches.is_bitwise_equal(
+            model.model.embed_tokens.weight.detach().numpy(), expected["embedding"]
+        )
+        _, imported = read(tmp_path)
+        assert batches.is_bitwise_equal(imported, expected)
+
+
+@pytest.mark.slow
+def test_the_suggested_command_converts_pickled_weights(tmp_path):
+    fields = oracle.MODELS["llama3"]
+    source = checkpoint(tmp_path / "it's old", fields, dtype="bfloat16")
+    (tmp_path / "it's old/model.safetensors").unlink()
+    state = {
+        name: oracle.torch.from_numpy(array.astype(np.float32)).bfloat16()
+        for name, array in source.items()
+    }
+    oracle.torch.save(state, tmp_path / "it's old/pytorch_model.bin")
+    tokenizers.make_byte_tokenizer().save_pretrained(tmp_path / "it's old")
+    with pytest.raises(UserError, match=r"model\.safetensors.*pytorch_model\.bin") as raised:
+        read(tmp_path / "it's old")
+    suggestion = r"(python -c .+), \w+ (model\.source=.+)\.$"
+    command, then = re.search(suggestion, str(raised.value)).groups()
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    environment = os.environ | {"PYTHONPATH": ""}  # conftest.py hides torch there
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=120)
+    assert then == "model.source=it's old-safetensors"
+    assert (tmp_path / "it's old-safetensors/tokenizer.json").is_file()
+    written = tensors(tmp_path / "it's old-safetensors")
+    assert written.keys() == source.keys()
+    assert all(batches.is_bitwise_equal(written[name], array) for name, array in source.items())
+    assert batches.is_bitwise_equal(
+        read(tmp_path / "it's old-safetensors")[1]["norm"],
+        {"weight": source["model.norm.weight"].astype("f4")},
+    )
+
+
+def test_rotary_frequencies_of_old_llamas_are_ignored(tmp_path):
+    source = checkpoint(tmp_path, oracle.MODELS["llama"])
+    _, expected = read(tmp_path)
+    extra = {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(6, np.float32)
+        for layer in range(2)
+    }
+    safetensors.numpy.save_file(
+        source | extra, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    assert batches.is_bitwise_equal(read(tmp_path)[1], expected)
 
 
 def test_exports_contain_the_small_files_of_their_source(tmp_path):

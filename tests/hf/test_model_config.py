@@ -7,11 +7,13 @@ import pytest
 import transformers
 
 from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
-from jaxsp.blocks.config import LayerConfig, ModelConfig, Rope
+from jaxsp.blocks.config import LayerConfig, ModelConfig, QueryScale, Rope
 from jaxsp.core.errors import UserError, at
 from jaxsp.hf import families, model_config, published, token_ids
+from jaxsp.hf.model_source import ModelSourceConfig
 from scripts.bench import configs
 from tests import batches
+from tests.hf import multimodal
 
 LLAMA: dict[str, Any] = {
     name: value for name, value in configs.LLAMA_8B.items() if name != "rope_theta"
@@ -48,6 +50,9 @@ QWEN2 |= {"max_window_layers": 21, "sliding_window": 32768}
 QWEN3 = QWEN | PUBLISHED["Qwen/Qwen3-0.6B"]
 QWEN3 |= {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "max_window_layers": 28}
 QWEN3 |= {"rope_scaling": None, "sliding_window": None}
+
+QWEN3_5: dict[str, Any] = multimodal.QWEN3_5_27B["text_config"]
+"""The text_config of Qwen3.5-27B."""
 
 MUSE_GLIMMER = PUBLISHED["meta-models/Muse-Glimmer-30B"]
 
@@ -107,6 +112,18 @@ def test_mistral():
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
     # Mistral-Nemo's heads are not hidden_size / num_attention_heads
     assert read({**MISTRAL, "hidden_size": 5120, "head_dim": 128}).head_dim == 128
+
+
+def test_ministral_3_scales_queries_beyond_the_original_range():
+    group = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
+    fields = {**MISTRAL, "model_type": "ministral3", "architectures": None, "head_dim": 128}
+    fields |= {"rope_theta": None, "rope_parameters": group}
+    # as in transformers, max_position_embeddings is the default
+    assert read(fields).query_scale == QueryScale(beta=0.1, original_max_position_embeddings=32768)
+    group["original_max_position_embeddings"] = 16384
+    assert read(fields).query_scale == QueryScale(beta=0.1, original_max_position_embeddings=16384)
+    del fields["rope_parameters"]
+    assert read(fields).query_scale == QueryScale(beta=0.1, original_max_position_embeddings=16384)
 
 
 def read_windows(fields: dict[str, Any]) -> list[int | None]:
@@ -176,9 +193,18 @@ def test_every_form_of_the_rotation_gives_the_same_config(rope):
     assert read({**LLAMA, **rope, "rms_norm_eps": 1e-5}) == read(LLAMA_3_1)
 
 
+def test_the_input_fields_are_not_changed():
+    fields = {**LLAMA, "rope_scaling": dict(SCALING), "rope_theta": 5e5}
+    read(fields)
+    assert fields == {**LLAMA, "rope_scaling": SCALING, "rope_theta": 5e5}
+
+
 QWEN3_MOE = PUBLISHED["Qwen/Qwen3-30B-A3B"]
 QWEN3_5_MOE = PUBLISHED["Qwen/Qwen3.5-35B-A3B"]
 GLM_4_5 = PUBLISHED["zai-org/GLM-4.5-Air"]
+GPT_OSS = PUBLISHED["openai/gpt-oss-20b"]
+MIXTRAL = MISTRAL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL = {name: value for name, value in MIXTRAL.items() if name != "architectures"}
 
 
 @pytest.mark.parametrize(
@@ -193,6 +219,28 @@ def test_layers_with_experts(fields, has_experts):
     model = read(fields | {"num_hidden_layers": 8})
     layers = [n for n, layer in enumerate(model.layers) if layer.feed_forward == "experts"]
     assert layers == has_experts
+
+
+NEXTN = "num_nextn_predict_layers"
+
+
+@pytest.mark.parametrize(
+    ("fields", "counts"),
+    [(GLM_4_5 | {NEXTN: 2}, {NEXTN: 0}), (GLM_4_5 | {NEXTN: None}, {NEXTN: 0}), (QWEN3_5, {})],
+)
+def test_exports_count_no_layers_that_predict_further_tokens(fields, counts):
+    """Transformers has 1 layer by default for GLM."""
+    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+    found = {name: exported[name] for name in exported if "nextn" in name or "mtp" in name}
+    assert found == counts
+    loaded = transformers.AutoConfig.for_model(**exported)
+    assert all(getattr(loaded, name) == 0 for name in counts)
+
+
+def test_names_of_fields_that_transformers_5_writes_are_read():
+    renamed = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
+    assert read(renamed | {"num_local_experts": 128}) == read(QWEN3_MOE)
+    assert read(QWEN3_MOE | {"num_local_experts": 128}) == read(QWEN3_MOE)
 
 
 OLMO_HYBRID = PUBLISHED["allenai/Olmo-Hybrid-7B"]
@@ -247,6 +295,18 @@ def test_a_theta_of_null_means_no_rope_where_transformers_reads_it(changes, desc
     assert (theirs["rope_theta"] is None) == (description == "none")
 
 
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "attn_logit_softcapping"])
+def test_a_limit_of_null_is_no_limit_in_gemma2(name):
+    """transformers' default is a limit."""
+    sizes = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
+    model = read({**LLAMA, "model_type": "gemma2", **sizes, name: None})
+    limits = {
+        "final_logit_softcapping": model.logit_softcap,
+        "attn_logit_softcapping": model.attention_softcap,
+    }
+    assert [key for key, limit in limits.items() if limit is None] == [name]
+
+
 def test_muse_glimmer_has_windows_and_rope_in_three_of_four_layers():
     config = read(MUSE_GLIMMER)
     assert [(layer.window, layer.rope.description) for layer in config.layers] == [
@@ -263,6 +323,104 @@ def test_muse_glimmer_has_windows_and_rope_in_three_of_four_layers():
     assert given.layers[0].window == 2048
     descriptions = [layer.rope.description for layer in given.layers]
     assert descriptions == ["none", *51 * ["default, theta 10,000"]]
+
+
+def test_a_changed_theta_is_that_of_all_layers_with_rope():
+    fields = MUSE_GLIMMER | {"layer_rope_theta": [0, *51 * [10000]]}
+    source = ModelSourceConfig(config=fields, rope={"theta": 5e5})
+    for _ in range(2):
+        fields = model_config.resolve_fields(fields, source)
+        assert fields["layer_rope_theta"] == [0, *51 * [5e5]]
+    assert [layer.rope.description for layer in read(fields).layers[:2]] == [
+        "none",
+        "default, theta 500,000",
+    ]
+
+
+HEAD_DIM = (
+    *("qwen3", "qwen3_5_text", "muse_glimmer_text"),
+    *("qwen3_moe", "qwen3_5_moe_text", "gpt_oss", "glm4_moe"),
+)
+"""Families whose head_dim has no default."""
+
+EXPERT_SIZES = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *(LLAMA_3_1, MISTRAL, QWEN2, QWEN3, QWEN3_5, MUSE_GLIMMER),
+        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, GPT_OSS, GLM_4_5),
+    ],
+)
+def test_sizes_have_no_default(fields):
+    sizes = [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+    ]
+    sizes += ["num_key_value_heads"] if fields["model_type"] != "llama" else []
+    sizes += ["head_dim"] if fields["model_type"] in HEAD_DIM else []
+    sizes += [name for name in fields if name.startswith("linear_") or name in EXPERT_SIZES]
+    if fields["intermediate_size"] is None:
+        sizes.remove("intermediate_size")
+    missing = problems({name: value for name, value in fields.items() if name not in sizes})
+    assert sorted(problem.partition(":")[0] for problem in missing) == sorted(
+        f"model.config.{name}" for name in sizes
+    )
+
+
+def test_all_problems_are_reported_together():
+    wrong = {
+        "hidden_act": "gelu",
+        "hiden_size": 1,
+        "rope_scaling": {"type": "yarn"},
+        "vocab_size": 0,
+        "mlp_bias": 1,
+    }
+    names = [
+        problem.removeprefix("model.config.").split(" =")[0].split(":")[0]
+        for problem in problems({**LLAMA, **wrong, "num_attention_heads": None})
+    ]
+    assert sorted(names) == sorted(
+        [
+            "hidden_act",
+            "hiden_size",
+            "rope_scaling.rope_type",
+            "vocab_size",
+            "mlp_bias",
+            "num_attention_heads",
+        ]
+    )
+
+
+def test_fields_without_effect_are_accepted():
+    idle = {
+        "_name_or_path": "x",
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "use_cache": False,
+        "rope_interleaved": False,
+        "new": None,
+        "rope_parameters": {"rope_theta": None},
+    }
+    assert read(
+        {**LLAMA, **idle, "architectures": None, "layer_types": ["full_attention"] * 32}
+    ) == read(LLAMA)
+
+
+def test_fields_that_are_not_known_to_change_arithmetic_are_kept_and_written_back():
+    extra = {"unsloth_version": "2025.1", "layer_switch": 4, "use_cache": False}
+    assert read(LLAMA_3_1 | extra) == read(LLAMA_3_1)
+    fields = LLAMA_3_1 | extra | {"quantization_config": None, "mtp_loss": 1, "new": None}
+    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+    assert exported.items() >= extra.items()
+    assert not {"quantization_config", "mtp_loss", "new"} & exported.keys()
 
 
 @pytest.mark.parametrize(
@@ -293,3 +451,10 @@ def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
     assert token_ids.choose({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [1, 5]
     assert token_ids.choose({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
     assert token_ids.choose({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
+
+
+def test_a_model_whose_layers_all_have_an_mlp_has_no_experts():
+    fields = QWEN3_MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0, 1]}
+    assert model_config.parse_model_config(fields).experts is None
+    fields |= {"mlp_only_layers": [0]}
+    assert model_config.parse_model_config(fields).experts is not None

@@ -1,5 +1,7 @@
 """The text model of a multimodal checkpoint is imported, and exported as a text-only one."""
 
+import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -9,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, weights
+from jaxsp.core.errors import UserError, at
+from jaxsp.hf import model_config, published, token_ids, weights
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model import decoder
 from tests import batches
@@ -104,6 +106,23 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
         assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == [1, 106]
 
 
+def test_layers_of_glm_that_predict_further_tokens_are_left_out(tmp_path):
+    """transformers ignores those of the published sizes too."""
+    model = oracle.torch_model(oracle.MODELS["glm4_moe"])
+    save(model, tmp_path, "hub")
+    extra = {f"model.layers.3.{name}": np.zeros((2, 2), np.float32) for name in ("eh_proj", "x")}
+    rewrite(tmp_path, **extra)
+    source, fields, master = multimodal.import_folder(tmp_path)
+    table = decoder.param_table(model_config.parse_model_config(fields))
+    expected = oracle.stacked(oracle.named_weights(model), table)
+    assert batches.is_bitwise_equal(master, expected)
+    left_out = weights.open_folder(source, table).left_out
+    assert left_out == "without 2 tensors of layers.3"
+    rewrite(tmp_path, **{"model.layers.4.eh_proj": np.zeros(2, np.float32)})
+    with pytest.raises(UserError, match=r"does not have: model\.layers\.4\.eh_proj"):
+        multimodal.import_folder(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_text"])
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path, name):
     """transformers ignores them too."""
@@ -147,6 +166,63 @@ def test_logits_equal_those_of_the_multimodal_model_without_images(tmp_path, nam
     multimodal.check_logits(model, config, master)
 
 
+def test_sizes_that_gemma_leaves_out_are_those_of_transformers():
+    config = read(multimodal.GEMMA_3_4B)
+    assert (config.vocab_size, config.num_layers, config.hidden_size) == (262208, 34, 2560)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert config.tie_embeddings
+    assert [layer.window for layer in config.layers[:6]] == [1024] * 5 + [None]
+    assert config.layers[5].rope.description == "linear, theta 1,000,000, factor 8"
+    fields = resolve(multimodal.GEMMA_3_4B)
+    assert fields["max_position_embeddings"] == 131072
+    # text-only fields, which describe the same model
+    assert "vision_config" not in fields
+    assert resolve(fields) is fields
+    assert read(fields) == config
+
+
+def test_mistral_small_is_read_as_its_text_model():
+    config = read(multimodal.MISTRAL_SMALL_3_1)
+    assert config == read(
+        {**multimodal.MISTRAL_SMALL_3_1["text_config"], "tie_word_embeddings": False}
+    )
+    assert (config.head_dim, config.num_heads, config.layers[0].window) == (128, 32, None)
+    assert not config.tie_embeddings
+
+
+def test_qwen_3_5_35b_a3b():
+    fields = resolve(multimodal.QWEN3_5_35B_A3B)
+    config = read(multimodal.QWEN3_5_35B_A3B)
+    assert config == read(published.read_models()["Qwen/Qwen3.5-35B-A3B"].fields)
+    assert {layer.feed_forward for layer in config.layers} == {"experts"}
+    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+    assert exported["architectures"] == ["Qwen3_5MoeForCausalLM"]
+    assert model_config.parse_model_config(exported) == config
+
+
+def test_qwen_3_5_27b_is_read_as_its_text_model_and_exported_with_its_layers():
+    fields = resolve(multimodal.QWEN3_5_27B)
+    config = read(multimodal.QWEN3_5_27B)
+    mixers = [layer.mixer for layer in config.layers]
+    assert mixers == [*3 * ["delta_net"], "attention"] * 16
+    sizes = config.delta_net
+    assert (sizes.num_key_heads, sizes.num_heads, sizes.filter_size) == (16, 48, 4)
+    assert (sizes.key_size, sizes.value_size, sizes.num_channels) == (128, 128, 10240)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (24, 4, 256)
+    assert (config.ropes[0].description, config.padding_id) == (
+        "default, theta 10,000,000, 64 of 256 elements rotated",
+        None,
+    )
+    swapped = fields["layer_types"][::-1]
+    exported = model_config.make_config_json(
+        fields | {"layer_types": swapped}, dtype="bfloat16", token_ids={}
+    )
+    assert exported["layer_types"] == swapped
+    assert exported["architectures"] == ["Qwen3_5ForCausalLM"]
+    back = model_config.parse_model_config(exported)
+    assert back == dataclasses.replace(config, layers=config.layers[::-1])
+
+
 @pytest.mark.parametrize(
     ("outer", "text", "tied"),
     [
@@ -166,6 +242,22 @@ def test_embeddings_are_tied_unless_one_of_the_configs_has_false(outer, text, ti
         "tie_word_embeddings": outer,
     }
     assert read(fields).tie_embeddings == tied
+
+
+def test_special_tokens_beside_the_text_config_replace_those_in_it():
+    text = {**multimodal.GEMMA_3_4B["text_config"], "eos_token_id": 1, "bos_token_id": 2}
+    ids = token_ids.choose(resolve(multimodal.GEMMA_3_4B | {"text_config": text}), None)
+    assert ids == {"bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": None}
+
+
+def test_the_context_is_extended_and_planned():
+    yarn = {"type": "yarn", "factor": 4}
+    sizes = published.read_sizes(ModelSourceConfig(config=multimodal.MISTRAL_SMALL_3_1, rope=yarn))
+    assert sizes.fields["max_position_embeddings"] == 4 * 131072
+    assert sizes.fields["model_type"] == "mistral"
+    assert "yarn" in sizes.model.layers[0].rope.description
+    again = resolve(sizes.fields, rope=yarn)
+    assert again == sizes.fields
 
 
 def change(fields: dict[str, Any], **text: Any) -> dict[str, Any]:
@@ -189,9 +281,42 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(("fields", "start", "parts"), REFUSED)
+def test_unsupported_fields_are_refused_by_name(fields, start, parts):
+    with pytest.raises(UserError) as raised, at("model.config"):
+        read(fields)
+    (problem,) = raised.value.problems
+    assert_names(problem.removeprefix("model.config."), *parts, start=start)
+
+
 def rewrite(directory: pathlib.Path, **changes: np.ndarray | None) -> None:
     """Adds tensors to a checkpoint, or removes them."""
     path = directory / "model.safetensors"
     stored = safetensors.numpy.load_file(path) | changes
     kept = {name: array for name, array in stored.items() if array is not None}
     safetensors.numpy.save_file(kept, path, metadata={"format": "pt"})
+
+
+def test_other_tensors_than_those_of_the_text_model_and_the_images_are_refused(tmp_path):
+    save(multimodal.torch_model(multimodal.MODELS["mistral"]), tmp_path, "hub")
+    extra = np.zeros(2, np.float32)
+    for changes, parts in (
+        ({"audio_tower.weight": extra}, ["audio_tower.weight"]),
+        ({"language_model.model.norm.weight": None}, ["model.norm.weight"]),
+        ({"model.language_model.norm.weight": extra}, ["model.norm.weight", "twice"]),
+        (
+            {"language_model.lm_head.weight": None},
+            ["lm_head.weight", "tie_word_embeddings", "text_config"],
+        ),
+    ):
+        before = (tmp_path / "model.safetensors").read_bytes()
+        rewrite(tmp_path, **changes)
+        with pytest.raises(UserError) as raised:
+            multimodal.import_folder(tmp_path)
+        (problem,) = raised.value.problems
+        assert_names(problem, *parts)
+        (tmp_path / "model.safetensors").write_bytes(before)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "llava"}))
+    with pytest.raises(UserError, match="gemma3, mistral3, qwen3_5, qwen3_5_moe or muse_glimmer"):
+        multimodal.import_folder(tmp_path)

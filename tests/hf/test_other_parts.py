@@ -12,10 +12,11 @@ import jaxsp
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, weights
 from jaxsp.hf.model_source import ModelSourceConfig
+from jaxsp.hf.multimodal import describe_missing
 from jaxsp.model import decoder
 from tests import batches
 from tests.hf import multimodal, oracle
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 FIELDS = multimodal.MODELS["muse_glimmer"]
 
@@ -135,3 +136,21 @@ def test_a_text_model_is_saved_with_the_parts_of_another_folder(tmp_path):
     trainer.save(tmp_path / "out", dtype="float32", source=source)
     after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
     assert batches.is_bitwise_equal(after, before)
+
+
+def test_a_source_that_no_part_is_read_from_is_refused(tmp_path):
+    oracle.torch_model(oracle.MODELS["llama3"]).save_pretrained(tmp_path / "in")
+    trainer = jaxsp.Trainer(CONFIG | {"model": {"source": str(tmp_path / "in")}})
+    with assert_refused("llama", "Leave it out", start="source = elsewhere: "):
+        trainer.save(tmp_path / "out", source="elsewhere")
+
+
+def test_the_parts_that_an_export_needs_are_described_if_the_run_does_not_have_them(tmp_path):
+    for name, fields in (("whole", FIELDS), ("text", FIELDS["text_config"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
+    describe = describe_missing
+    assert describe(FIELDS["text_config"], tmp_path / "whole") == ""
+    for directory in (None, tmp_path, tmp_path / "text"):
+        assert describe(oracle.MODELS["llama3"], directory) == ""
+        assert_names(describe(FIELDS["text_config"], directory), "muse_glimmer_text", "--source")

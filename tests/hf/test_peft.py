@@ -21,6 +21,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft, weights
 from jaxsp.hf.multimodal import find_family, is_multimodal, read_text_fields, select_tensors
 from jaxsp.hf.peft import ResolvedAdapter
+from jaxsp.model import decoder
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.run import merging
 from jaxsp.training import trainable
@@ -72,18 +73,35 @@ class Case:
 
 CASES = {"llama": Case("llama"), "qwen3 dora": Case("qwen3", type="dora")}
 SLOW_CASES = {
+    "phi3 rslora": Case("phi3", use_rslora=True),
     "tied": Case("llama tied", targets=["q_proj", "v_proj"], modules_to_save=ALL[:1]),
+    "phi3 dora": Case("phi3", type="dora"),
     "untied": Case("llama3", use_rslora=True, modules_to_save=ALL),
+    "embedding": Case("qwen2", rank=1, modules_to_save=ALL[:1]),
+    "head": Case("qwen2", type="dora", modules_to_save=ALL[1:]),
     "tied dora": Case("gemma2", type="dora", modules_to_save=ALL),
+    "phi3 tied": Case("phi3 tied", targets=["qkv_proj", "down_proj"], modules_to_save=ALL),
     "with vision": Case(
         "gemma3 with vision", targets=["q_proj", "down_proj"], modules_to_save=ALL[:1]
     ),
     "delta nets with vision": Case(
         "qwen3_5 with vision", targets=["in_proj_qkv", "out_proj", "o_proj"]
     ),
+    "one of two q_proj": Case("olmo hybrid", targets=["self_attn.q_proj", "v_proj", "g_proj"]),
+    "both gates with vision": Case("muse_glimmer with vision", targets=["gate_proj"]),
+    "one gate with vision": Case("muse_glimmer with vision", targets=["q_proj", "mlp.gate_proj"]),
     "normalized embedding with vision": Case(
         "muse_glimmer with vision", type="dora", modules_to_save=ALL
     ),
+    "uneven": Case("llama uneven", type="dora", rank=8),
+    "MLP": Case("llama3", rank=64, targets=["gate_proj", "down_proj"]),
+} | {
+    f"{model} {kind}": Case(model, type=kind)
+    for model in (
+        *("qwen3_5", "olmo hybrid", "gemma3", "olmo2", "olmo3"),
+        *("granite", "glm4", "ministral3", "cohere2"),
+    )
+    for kind in ("lora", "dora")
 }
 GATE_UP = "mlp.experts.gate_up_proj"
 DOWN = "mlp.experts.down_proj"
@@ -92,6 +110,17 @@ E2E_CASES = {
 }
 SLOW_CASES |= {
     "alternating rows of experts": Case("gpt_oss", targets=[], target_parameters=(DOWN, GATE_UP)),
+    "gate and up of experts": Case("gpt_oss", targets=["q_proj"], target_parameters=(GATE_UP,)),
+    "down of experts": Case("olmoe", targets=[], target_parameters=("down_proj",)),
+    "experts beside a shared one": Case("qwen3_5_moe", target_parameters=(GATE_UP, DOWN)),
+    "experts of Mixtral": Case("mixtral", use_rslora=True, target_parameters=(GATE_UP, DOWN)),
+    "experts of GLM": Case("glm4_moe", target_parameters=("gate_up_proj", "down_proj")),
+    "experts of Qwen3-Next": Case("qwen3_next", targets=[], target_parameters=(GATE_UP, DOWN)),
+    "experts of Granite": Case("granitemoe", target_parameters=("gate_up_proj", "down_proj")),
+} | {
+    f"{name} experts": Case(name)
+    for name, fields in oracle.MODELS.items()
+    if "num_experts_per_tok" in fields and name != "qwen3_next"
 }
 each_case = pytest.mark.parametrize(
     "case",
@@ -288,6 +317,7 @@ LLAMA_SOURCES: dict[str, dict[str, Any]] = {
         ]
     },
     "excluded": {"target_modules": PROJECTIONS, "exclude_modules": ["down_proj", "mlp.up_proj"]},
+    "all layers": {"target_modules": PROJECTIONS, "layers_to_transform": [0, 1]},
     "dropout": {"target_modules": PROJECTIONS, "lora_dropout": 0.5},
 }
 SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | {
@@ -303,10 +333,24 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
         "gemma3 with vision",
         {"target_modules": r".*language_model.*\.(q_proj|k_proj)"},
     ),
+    "both gates with vision": (
+        "muse_glimmer with vision",
+        {"target_modules": r".*language_model.*\.(gate_proj|o_proj)"},
+    ),
+    "one gate with vision": (
+        "muse_glimmer with vision",
+        {"target_modules": ["q_proj", "self_attn.gate_proj"], "exclude_modules": ".*vision.*"},
+    ),
     "experts": ("qwen3_moe", {"target_modules": ["v_proj"], "target_parameters": [DOWN, GATE_UP]}),
+    "experts only": ("gpt_oss", {"target_modules": [], "target_parameters": ["gate_up_proj"]}),
     "rslora": ("phi3", {"target_modules": "all-linear", "use_rslora": True}),
     "dora": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),
     "delta nets": ("qwen3_5", {"target_modules": "all-linear"}),
+    "gates of delta nets": ("qwen3_5", {"target_modules": ["in_proj_a", "in_proj_b", "in_proj_z"]}),
+    "rows of each key head": (
+        "qwen3_next",
+        {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj"]},
+    ),
     "untied": (
         "llama3",
         {
@@ -316,8 +360,8 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
         },
     ),
 }
-QUICK_SOURCES = ("regex", "tied", "dora")
-E2E_SOURCES = ("dropout", "rslora")
+QUICK_SOURCES = ("regex", "excluded", "tied", "dora")
+E2E_SOURCES = ("full names", "dropout", "rslora", "experts")
 
 
 def mark(name):
@@ -375,10 +419,26 @@ def make_source(directory: pathlib.Path, adapter: pathlib.Path, **changes: Any) 
         ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
         ({"alpha_pattern": {"q_proj": 4}}, ["alpha_pattern"]),
         ({"bias": "all"}, ["bias"]),
+        ({"lora_bias": True}, ["lora_bias"]),
+        ({"trainable_token_indices": [1]}, ["trainable_token_indices"]),
+        ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
         ({"layers_to_transform": [1]}, ["down_proj", "1 of 2"]),
+        ({"layers_to_transform": 1}, ["down_proj", "1 of 2"]),
         ({"target_modules": ["qkv_proj"]}, ["qkv_proj", "q_proj"]),
+        ({"target_modules": "("}, ["target_modules"]),
+        ({"target_modules": None}, ["target_modules"]),
+        ({"target_modules": "(" * 2000 + ")" * 2000}, ["target_modules"]),
+        ({"target_modules": [1]}, ["target_modules"]),
+        ({"exclude_modules": {}}, ["exclude_modules"]),
+        ({"modules_to_save": 3}, ["modules_to_save"]),
+        ({"layers_to_transform": "x"}, ["layers_to_transform"]),
         ({"target_modules": [*PROJECTIONS[:3]]}, ["tensors", "target_modules", "down_proj"]),
+        ({"modules_to_save": ["score"]}, ["modules_to_save", "score"]),
+        ({"modules_to_save": ["lm_head"]}, ["missing", "lm_head.weight"]),
         ({"r": 4}, ["shape", "[3, 56]", "[4, 56]"]),
+        ({"r": None}, ["r", "null"]),
+        ({"r": 2.5}, ["r", "2.5"]),
+        ({"lora_alpha": -1}, ["lora_alpha", "-1"]),
         ({"use_dora": True}, ["type", "dora"]),
     ],
 )
@@ -391,6 +451,86 @@ def test_what_is_not_supported_in_an_adapter_is_refused(
     (line,) = caught.value.problems
     assert "\n" not in line
     assert_names(line, *words, start="adapter.")
+
+
+def test_the_files_of_an_adapter_are_checked(tmp_path, base_of, plain_adapter):
+    base = base_of("llama")
+    section = make_source(tmp_path / "theirs", plain_adapter)
+    path = tmp_path / "theirs/adapter_model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors") as caught:
+        open_source(base, section)
+    assert len(caught.value.problems) == 1
+    tensors = safetensors.numpy.load(whole)
+    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    del tensors[name]
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(UserError, match=f"missing tensors: {name[len('base_model.model.') :]}"):
+        open_source(base, section)
+    path.rename(path.with_name("adapter_model.bin"))
+    with pytest.raises(UserError, match="pickle"):
+        open_source(base, section)
+
+
+@pytest.mark.parametrize(
+    ("changes", "targets"),
+    [
+        ({}, {"q_proj", "in_proj_z"}),
+        ({"layers_to_transform": [0, 1, 2, 3]}, {"q_proj", "in_proj_z"}),
+        ({"layers_to_transform": [0, 1, 3]}, {"in_proj_z"}),
+        ({"layers_to_transform": 2}, {"q_proj"}),
+        ({"exclude_modules": r".*\.2\..*"}, {"in_proj_z"}),
+        ({"layers_to_transform": [0, 2]}, None),
+    ],
+)
+def test_a_projection_has_adapters_in_the_layers_that_have_it(tmp_path, changes, targets):
+    """Layers 0, 1 and 3 are delta nets, layer 2 has attention."""
+    config = model_config.parse_model_config(oracle.MODELS["qwen3_5"])
+    fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    fields |= {"target_modules": ["in_proj_z", "q_proj"]} | changes
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    section = AdapterConfig(type="lora", source=str(tmp_path))
+    if targets is None:
+        with pytest.raises(UserError, match="in_proj_z has an adapter in 1 of 3 layers"):
+            peft.resolve(section, config)
+        return
+    params = jax.tree.leaves(decoder.param_table(peft.resolve(section, config).model))
+    shapes = weights.tensor_shapes([param for param in params if param.is_adapter])
+    places = {"in_proj_z": (0, 1, 3), "q_proj": (2,)}
+    parts = {"in_proj_z": "linear_attn", "q_proj": "self_attn"}
+    assert shapes.keys() == {
+        f"model.layers.{layer}.{parts[name]}.{name}.lora_{matrix}.weight"
+        for name in targets
+        for layer in places[name]
+        for matrix in "AB"
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_parameters": ["mlp.gate.weight", DOWN]}, ["mlp.gate.weight", GATE_UP, DOWN]),
+        (
+            {"target_parameters": [f"model.layers.2.{DOWN}"]},
+            [f"target_parameters: {DOWN} has an adapter in 1 of 3 layers"],
+        ),
+        ({"target_parameters": DOWN}, ["target_parameters", "a list of names"]),
+        ({"target_parameters": [DOWN], "target_modules": ["up_proj"]}, None),
+    ],
+)
+def test_tensors_of_experts_are_in_all_layers_that_have_them(tmp_path, changes, words):
+    """Layer 1 has no experts."""
+    config = model_config.parse_model_config(oracle.MODELS["qwen3_moe"])
+    fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": []}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields | changes))
+    section = AdapterConfig(type="lora", source=str(tmp_path))
+    if words is None:
+        resolved = peft.resolve(section, config)
+        assert (resolved.config.targets, resolved.config.target_parameters) == ((), (DOWN,))
+        return
+    with assert_refused(*words, start="adapter.source"):
+        peft.resolve(section, config)
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
@@ -418,6 +558,15 @@ def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
     for name, tensor in ours.items():
         error = batches.relative_error(tensor.to_numpy(), theirs[name])
         assert error < tolerances.MERGE, name
+
+
+@pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_tied_weights_that_peft_has_trained_as_copies_are_refused(tmp_path, base_of, names):
+    base = base_of("llama tied")
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        make_adapter(base, tmp_path / "a", target_modules=["q_proj"], modules_to_save=names)
+    with pytest.raises(UserError, match="use the merged model"):
+        open_source(base, AdapterConfig(type="lora", source=str(tmp_path / "a")))
 
 
 def test_the_head_of_a_tied_model_is_trained_as_its_embedding(base_of):

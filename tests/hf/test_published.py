@@ -1,10 +1,13 @@
 """Published sizes, and when they are used in place of the hub's config.json."""
 
+import json
 import pathlib
+import time
 
 import pytest
 import yaml
 
+from jaxsp.core.errors import UserError
 from jaxsp.hf import context_range, folder, model_config, published
 from jaxsp.hf.folder import HubError
 from jaxsp.hf.model_source import ModelSourceConfig
@@ -71,6 +74,64 @@ def test_recipes_that_extend_a_model_reach_their_rows(path):
     assert changed["max_position_embeddings"] == row_tokens
     assert context_range.describe_excess(changed, row_tokens=row_tokens) == ""
     model_config.parse_model_config(changed, row_tokens=row_tokens)
+
+
+def test_sizes_of_llama_3_1_8b_equal_its_config_json():
+    """Compared once by hand, with every field that a plan reads."""
+    read = published.read_models()[LLAMA].fields
+    assert (read["num_hidden_layers"], read["hidden_size"], read["intermediate_size"]) == (
+        32,
+        4096,
+        14336,
+    )
+    assert (read["num_attention_heads"], read["num_key_value_heads"], read["vocab_size"]) == (
+        32,
+        8,
+        128256,
+    )
+    assert (read["rope_theta"], read["rope_scaling"]["factor"], read["tie_word_embeddings"]) == (
+        5e5,
+        8.0,
+        False,
+    )
+
+
+def test_published_sizes_are_used_if_the_hub_refuses_and_never_silently(hub):
+    hub(REFUSED)
+    sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
+    assert sizes.model.num_layers == 32
+    assert sizes.published.name == LLAMA
+    assert all(part in sizes.note for part in (LLAMA, "a reason", sizes.published.source))
+    changed = dict(word.split("=", 1) for word in sizes.overrides)
+    assert changed == {"model.source": "null", "model.config": json.dumps(sizes.published.fields)}
+
+
+def test_the_hub_s_own_config_comes_before_published_sizes(hub, tmp_path):
+    fields = published.read_models()[LLAMA].fields | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    hub(tmp_path)
+    sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
+    assert (sizes.model.num_layers, sizes.published, sizes.note, sizes.overrides) == (
+        2,
+        None,
+        "",
+        [],
+    )
+
+
+def test_the_error_for_a_model_without_published_sizes_has_the_nearest_name(hub):
+    hub(REFUSED)
+    with pytest.raises(UserError, match=r"Qwen/Qwen3-14: a reason.*mean Qwen/Qwen3-14B\?"):
+        published.read_sizes(ModelSourceConfig(source="Qwen/Qwen3-14"))
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(hub, monkeypatch):
+    monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
+    monkeypatch.setattr(published, "DEADLINE_S", 0.1)
+    began = time.monotonic()
+    sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
+    assert time.monotonic() - began < 10
+    assert "0.1 s" in sizes.note
 
 
 def test_training_never_takes_published_sizes(hub):

@@ -11,7 +11,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxsp.blocks import rope as model_rope
-from jaxsp.hf import rope
+from jaxsp.core.errors import UserError
+from jaxsp.hf import model_config, rope
 from jaxsp.hf.families import FAMILIES
 from tests import tolerances
 from tests.messages import assert_names
@@ -103,6 +104,19 @@ def test_frequencies_equal_those_of_transformers(name, row_tokens):
     assert actual.scale == pytest.approx(scale, rel=1e-12)
 
 
+def test_every_type_is_compared():
+    assert {group["rope_type"] for group in GROUPS.values()} == {*rope.TYPES}
+
+
+def test_default_and_llama3_are_computed_in_float64_without_other_roundings():
+    plain = 5e5 ** (-np.arange(0, HEAD_DIM, 2, dtype=np.float64) / HEAD_DIM)
+    assert parse(GROUPS["default"]).frequencies == tuple(plain.tolist())
+    unscaled = np.clip((8192 * plain / (2 * np.pi) - 1.0) / 3.0, 0.0, 1.0)
+    expected = plain * (unscaled + (1 - unscaled) / 8.0)
+    assert parse(LLAMA3).frequencies == tuple(expected.tolist())
+    assert parse(LLAMA3).scale == 1.0
+
+
 def test_longrope_uses_long_factors_if_rows_are_longer_than_the_original_range():
     short = parse(LONGROPE, row_tokens=4096)
     long = parse(LONGROPE, row_tokens=4097)
@@ -128,6 +142,19 @@ def test_angles_of_every_type_are_exact_at_five_million(name):
 def _cos_and_sin(positions, parsed):
     angles = model_rope.compute_angles(positions, (parsed,))
     return angles.cos, angles.sin
+
+
+def test_dynamic_is_refused_where_it_depends_on_the_batch():
+    group = GROUPS["dynamic"]
+    assert parse(group, row_tokens=131_072).frequencies == parse(group).frequencies
+    fields = transformers.LlamaConfig(
+        max_position_embeddings=MAX_POSITIONS, rope_parameters=dict(group)
+    ).to_dict()
+    with pytest.raises(UserError) as raised:
+        model_config.parse_model_config(fields, row_tokens=200_000)
+    (problem,) = raised.value.problems
+    start = ".rope_parameters.rope_type = dynamic: "
+    assert_names(problem, "batch", "200,000", "131072", "yarn", "1.526", start=start)
 
 
 @pytest.mark.parametrize(
@@ -313,3 +340,16 @@ REFUSED: list[tuple[dict[str, Any], rope.RopeSupport, str, list[str]]] = [
         ["rope_scaling.rope_theta = 1000000.0"],
     ),
 ]
+
+
+@pytest.mark.parametrize(("fields", "support", "start", "parts"), REFUSED)
+def test_wrong_fields_are_refused_by_name(fields, support, start, parts):
+    (problem,) = rope.find_problems(SIZES | rope.normalize(fields), support)
+    assert_names(problem.removeprefix("."), *parts, start=start)
+
+
+def test_a_type_that_needs_the_models_range_needs_it_in_the_config():
+    group = {name: YARN[name] for name in ("rope_type", "rope_theta", "factor")}
+    fields = {"hidden_size": 256, "num_attention_heads": 4, "rope_parameters": group}
+    (problem,) = rope.find_problems(fields, ALIKE)
+    assert_names(problem, "max_position_embeddings", start=".rope_parameters.rope_type = yarn: ")

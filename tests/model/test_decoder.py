@@ -141,6 +141,16 @@ def test_a_loss_does_not_depend_on_later_tokens(seq):
         assert (token_gradient[:, : t + 1] != 0).any(-1).all()
 
 
+def test_the_backward_pass_does_not_recompute_attention():
+    """Only attention's forward pass computes a maximum."""
+    arrays, _ = distinct_tokens()
+    batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
+    loss = lambda weights: hidden_states(weights, batch, 1).sum()
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(weights())
+    names = [equation.primitive.name for equation in batches.equations(jaxpr)]
+    assert names.count("reduce_max") == 1
+
+
 def test_the_gradient_of_an_embedding_is_summed_in_float32():
     """In bfloat16, the sum of 39,643 ones is 256."""
     param = decoder.param_table(MODEL)["embedding"]

@@ -37,6 +37,22 @@ def test_the_activations_of_a_tile_take_at_most_max_bytes(max_bytes, tile):
     assert tile == 1 or 253_952 * tile <= max_bytes
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab_size", "max_bytes", "tile"),
+    [
+        (100, 128_256, 2**28, 100),
+        (100_000, 128_256, 2**28, 500),  # 523 would fit; 500 divides them
+        (100_000, 128_256, 2**30, 2000),  # 2,093 would fit
+        (32, 128_256, 2**30, 32),
+        (9, 10**9, 2**28, 1),
+    ],
+)
+def test_the_logits_of_a_tile_take_at_most_max_bytes(num_tokens, vocab_size, max_bytes, tile):
+    chosen = tiling.choose_tile(num_tokens, bytes_per_token=4 * vocab_size, max_bytes=max_bytes)
+    assert min(num_tokens, chosen) == tile
+    assert tile == 1 or 4 * tile * vocab_size <= max_bytes
+
+
 @pytest.mark.parametrize("tile_tokens", [3, 5])
 def test_gradients_of_equal_shapes_do_not_overwrite_each_other(tile_tokens):
     """Two inputs have the shape of the result, whose gradient only one of theirs can replace."""

@@ -6,6 +6,8 @@ import math
 import jax
 import pytest
 
+from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
+from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.planning import candidates, estimate, limits
@@ -103,6 +105,14 @@ def test_auto_divides_a_step_of_one_row_among_all_devices():
     assert resolve(settings(rows_per_step=1)) == 8
 
 
+@pytest.mark.usefixtures("whole_limits")
+def test_auto_offloads_no_more_than_the_host_holds():
+    """More tokens per device, as with the smallest groups, need more host memory."""
+    config = settings("memory.offload_activations=layer_inputs", rows_per_step=8)
+    host = estimate.step_offloaded_bytes(spec_of(config.change(mesh={"seq": 4}))).total
+    assert resolve(config, host=host) == 4
+
+
 def test_auto_refuses_rows_that_cannot_be_divided():
     with pytest.raises(UserError, match=messages.containing("mesh.seq = auto", 8)):
         resolve(settings(row_tokens=3, rows_per_step=1))
@@ -149,3 +159,32 @@ def test_microbatches_have_the_most_rows_that_surely_fit_with_what_one_row_keeps
     assert resolve_rows(*words, limit=0.999 * limit) == 1
     assert resolve_rows(*words, limit=4 * limit) == 4
     assert resolve_rows(*words, limit=math.inf) == 1, "unknown memory"
+
+
+@pytest.mark.usefixtures("whole_limits")
+def test_microbatches_have_one_row_if_more_would_recompute_more():
+    """The step keeps the MLP's products in some layers, in fewer with more rows."""
+    kept = needed_rows(1, "save_attention_and_mlp") / candidates.MAX_PREDICTED_RATIO
+    saved = needed_rows(2, "save_attention") / candidates.MIN_PREDICTED_RATIO
+    assert saved < 0.999 * kept
+    assert resolve_rows(limit=0.999 * kept) == 1
+    assert resolve_rows("memory.kept_mlp_layers=0", limit=0.999 * kept) > 1
+    tiles = {1024: 4, 2048: 4, 4096: 1}  # 1 row has 4,096 tokens on a device
+    for tile, rows in tiles.items():
+        words = ["memory.remat=full", f"memory.mlp_tile_tokens={tile}"]
+        assert resolve_rows(*words, limit=1e15) == rows
+
+
+@pytest.mark.usefixtures("whole_limits")
+def test_microbatches_have_no_more_rows_than_the_host_holds_and_the_kernel_takes(monkeypatch):
+    words = ["memory.offload_activations=layer_inputs", "memory.remat=full"]
+    one = settings(*words, "batch.rows_per_microbatch=1", seq=2, rows_per_step=16)
+    host = estimate.step_offloaded_bytes(spec_of(one)).total
+    assert resolve_rows(*words, limit=1e15, host=2 * host) == 2
+
+    def find_reasons(kernel, workload, **_):
+        has_many = workload.num_rows * workload.row_tokens > 2 * 8192
+        return [UnsupportedReason("has a limit", "")] if has_many else []
+
+    monkeypatch.setattr(CudnnKernel, "unsupported_reasons", find_reasons)
+    assert resolve_rows(limit=1e15) == 2

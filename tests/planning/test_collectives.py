@@ -6,8 +6,10 @@ import pytest
 from jaxsp.attention.attend import SCOPE as ATTENTION_SCOPE
 from jaxsp.blocks import delta_net
 from jaxsp.core import axes
+from jaxsp.optimizers import matrix_exchange
 from jaxsp.planning import absent, hlo
 from jaxsp.sharding import sharding
+from tests.messages import assert_names
 from tests.planning import programs, sent_bytes
 
 FEW_BYTES = 1024
@@ -105,6 +107,60 @@ def test_a_gpu_program_of_a_ring_sends_only_windows(window):
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_a_gpu_program_sends_the_bytes_of_the_optimizer(name):
+    """10 layers on 8 shards: muon's all-to-alls move 16, in bfloat16."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    config = programs.settings(
+        "mesh.data=2",
+        "mesh.seq=4",
+        "batch.rows_per_step=2",
+        "data.row_tokens=32768",
+        f"optimizer.name={name}",
+        hidden_size=1024,
+        intermediate_size=2560,
+        num_attention_heads=8,
+        num_hidden_layers=10,
+    )
+    step = programs.step(config, absent.make_devices("h100-80gb", 8))
+    sent = hlo.parse_collectives(step.dump.hlo_text)
+    expected = sent_bytes.step_bytes(step.spec)
+    for kind in ("all-gather", "reduce-scatter", "all-to-all"):
+        assert sent_bytes.sum_bytes(sent, operation=kind) == expected[kind]
+    assert (
+        0 <= sent_bytes.sum_bytes(sent, operation="all-reduce") - expected["all-reduce"] < FEW_BYTES
+    )
+    exchanged = sent_bytes.sum_bytes(sent, scope=matrix_exchange.SCOPE)
+    layer = 4 * 1024 * 1024 + 3 * 1024 * 2560
+    assert exchanged == (2 * 2 * 16 * layer / 8 * 7 / 8 if name == "muon" else 0)
+    if name == "muon":
+        exchanges = sent_bytes.sum_bytes(
+            sent, operation="all-to-all", scope=matrix_exchange.SCOPE, dtype="bf16"
+        )
+        assert exchanges == exchanged
+
+
+@pytest.mark.e2e
+def test_a_quantized_base_is_sent_quantized_and_only_adapters_have_gradients():
+    """On a GPU program; the embedding and the head are sent in bfloat16, 4.5 bits of the rest."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    words = ["mesh.seq=4", "adapter.type=lora", "adapter.quantization=nf4", "adapter.rank=64"]
+    config = programs.settings(*words)
+    step = programs.step(config, absent.make_devices("h100-80gb", 4))
+    sent = hlo.parse_collectives(step.dump.hlo_text)
+    expected = sent_bytes.step_bytes(step.spec)
+    for operation in ("all-gather", "reduce-scatter"):
+        assert sent_bytes.sum_bytes(sent, operation=operation) == expected[operation]
+    params = jax.tree.leaves(step.spec.table["layers"])
+    base = sum(param.size * param.num_layers for param in params if param.frozen_as == "nf4")
+    codes = sent_bytes.sum_bytes(sent, operation="all-gather", dtype="u8")
+    assert codes == 2 * base // 2 * 3 // 4, "half a byte of each weight, forward and backward"
+    trained = [param for param in params if param.is_trainable and param.size >= 2**16]
+    gradients = 4 * sum(param.size * param.num_layers for param in trained) * 3 // 4
+    assert sent_bytes.sum_bytes(sent, operation="reduce-scatter") == gradients > 0
+
+
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "remat",
     [*(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "save_attention")), "full"],
@@ -162,4 +218,63 @@ def test_delta_nets_send_maps_of_states_and_the_tokens_before_a_span(strategy, o
         assert actual == 3 * size, operation
 
 
+def program(*lines, more=""):
+    """A compiled program for 8 devices with these instructions."""
+    body = "\n".join(f"  {line}" for line in lines)
+    head = "HloModule small, is_scheduled=true, num_partitions=8"
+    return f"{head}\n{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+
+
+def computation(name, *lines):
+    return (
+        f"%{name} (b: f32[8]) -> f32[8] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+    )
+
+
 GROUPS = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+GATHER = f"%x = f32[64]{{0}} all-gather(%a), {GROUPS}, dimensions={{0}}"
+
+
+def loop(body, trips="4"):
+    known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips else ""
+    return f"%loop.{body} = (s32[], f32[8]{{0}}) while(%t), condition=%less, body=%{body}{known}"
+
+
+LESS = computation("less", "ROOT %l = pred[] compare(%i, %n), direction=LT")
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        (["%x = f32[64]{0} ragged-all-to-all(%a)"], ["ragged-all-to-all", "x"]),
+        (["%x = f32[64]{0} all-gather(%a), replica_groups=@groups"], ["x", "groups", "@groups"]),
+        (["%x = f3[64]{0} all-gather(%a), replica_groups={}"], ["f3"]),
+        (["%x = (f32[16]{0}, f32[64]{0}) all-gather-start(%a), replica_groups={}"], ["x", "end"]),
+        (["%y = f32[64]{0} all-gather-done(%x)"], ["y", "x", "begin"]),
+        (["%x = f32[64]{0} collective-permute(%a), pairs={}"], ["x", "source_target_pairs"]),
+        ([loop("gathers", "")], ["loop"]),
+        (
+            ["%x = f32[8]{0} conditional(%p, %a), branch_computations={%gathers, %less}"],
+            ["x", "conditional"],
+        ),
+    ],
+)
+def test_an_unknown_notation_is_an_error(lines, parts):
+    with pytest.raises(ValueError, match=parts[0]) as caught:
+        hlo.parse_collectives(program(*lines, more=LESS + computation("gathers", GATHER)))
+    assert_names(caught.value, *parts)
+
+
+def test_groups_are_named_by_axes_and_other_groups_are_an_error():
+    sizes = {"replica": 1, "data": 2, "seq": 4}
+    assert hlo.find_axes((0, 1, 2, 3), sizes) == ("seq",)
+    assert hlo.find_axes((0, 4), sizes) == ("data",)
+    assert (
+        hlo.find_axes((0, 1), sizes)
+        == hlo.find_axes((0, 2), sizes)
+        == hlo.find_axes((2, 0), sizes)
+        == ("seq",)
+    )
+    assert hlo.find_axes(range(8), sizes) == ("data", "seq")
+    with pytest.raises(ValueError, match=r"\(0, 1, 4\)"):
+        hlo.find_axes((0, 1, 4), sizes)

@@ -5,13 +5,17 @@ import itertools
 import math
 import re
 
+import jax
 import pytest
 
 from jaxsp.core import units
 from jaxsp.planning import absent, estimate, fit, limits
 from jaxsp.planning.candidates import MAX_PREDICTED_RATIO, list_candidates
+from jaxsp.planning.estimate import OffloadedBytes
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.planning.limits import MemoryLimit
+from jaxsp.sharding import host_offload, sharding
+from jaxsp.system import hardware
 from tests import batches
 from tests.attention.strategies import make_strategy
 from tests.planning import programs
@@ -109,6 +113,31 @@ def test_options_that_the_user_fixed_are_never_changed(fixed, is_known):
         assert dataclasses.replace(candidate, config=spec.config) == spec
 
 
+def test_inputs_leave_the_device_during_attention_only_if_nothing_else_fits():
+    stack = {"offload_activations": "layer_inputs", "remat": "full"}
+    tried = [
+        candidate.config.memory.offload_during_attention
+        for candidate in list_candidates(large(**stack), is_memory_known=True)
+    ]
+    num_tiles = len(MLP_TILES), len(LOSS_TILES)
+    expected = ["never"] * math.prod(num_tiles)
+    if jax.__version_info__ >= host_offload.MIN_RELEASE:
+        expected += ["always"] * (num_tiles[0] - 1) * num_tiles[1]
+    assert tried == expected
+
+
+def test_mlp_products_are_kept_only_without_tiles():
+    """Nothing is kept of a tile."""
+    assert {tile for _, tile, _ in candidates(large(remat="save_attention_and_mlp"))} == {TOKENS}
+    assert {remat for remat, *_ in candidates(large(mlp_tile_tokens=5000))} == {
+        "save_attention",
+        "full",
+    }
+    assert candidates(large(remat="save_attention_and_mlp"), is_known=False) == [
+        ("save_attention_and_mlp", TOKENS, 512)
+    ]
+
+
 # Choice of a candidate
 
 
@@ -155,6 +184,22 @@ def test_the_first_candidate_is_taken_if_it_fits():
     assert (actual.shortage, actual.full_remat_reason) == ("", "")
 
 
+def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
+    spec = large()
+    trial = Trial()
+    takes = formulas(spec)
+    least = min(takes)
+    room = (least + takes[0]) / 2
+    first = next(
+        number for number, bytes_of in enumerate(takes) if bytes_of <= MAX_PREDICTED_RATIO * room
+    )
+    actual = trial.fit(spec, room)
+    assert first > 0
+    assert decided(trial.compiled[0]) == candidates(spec)[first]
+    assert estimate.predict_bytes(actual.spec) <= room
+    assert not actual.shortage
+
+
 @pytest.mark.parametrize("num_kept", [0, 8, 24])
 def test_as_many_layers_keep_the_mlps_products_as_fit(num_kept):
     """Formula and program agree, and there is room for half a layer more."""
@@ -196,6 +241,22 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
     assert gib_in(actual.shortage) == sizes
 
 
+def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_device():
+    """All candidates offload the same arrays, and the margin for checkpoints refuses no run."""
+    spec = large()
+    takes = formulas(spec)
+    right = Trial(factor=1.5).fit(spec, takes[0])
+    actual = Trial(factor=1.5).fit(spec, takes[0], host=-GIB)
+    assert decided(actual.spec) == decided(right.spec)
+    assert actual.memory_use.device_total <= actual.memory_limit.device
+    assert gib_in(actual.shortage) == ["1.0 GiB"]
+    assert "host" in actual.shortage
+    offloads = Trial(host=3 * GIB)
+    actual = offloads.fit(large(offload_activations="layer_inputs"), math.inf, host=2 * GIB)
+    assert len(offloads.compiled) == 1
+    assert gib_in(actual.shortage) == ["3.0 GiB", "2.0 GiB"]
+
+
 # Available memory
 
 
@@ -223,6 +284,63 @@ def test_nccl_takes_memory_for_each_communicator_and_each_peer_of_an_all_to_all(
 ):
     actual = limits.outside_bytes(of_kind(sizes, ulysses_degree=inner))
     assert actual == pytest.approx((1 + expected) * GIB), "1 GiB for CUDA"
+
+
+class Device:
+    process_index = 0
+
+    def __init__(self, limit, used=0, platform="gpu"):
+        self.limit = limit
+        self.used = used
+        self.platform = platform
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit, "bytes_in_use": self.used} if self.limit else None
+
+
+def test_the_room_is_that_of_the_smallest_device_and_a_part_of_the_host(monkeypatch):
+    """100 GiB of host memory: 8 for the system, 6 for the process, the rest for two devices.
+
+    The pool has its own limit.
+    """
+    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
+    actual = limits._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
+    assert actual == MemoryLimit(70 * GIB, 43 * GIB, 5 * GIB)
+    assert actual.pinned == 5 * GIB
+    assert limits._find_local_limits((Device(None),)) == MemoryLimit(math.inf, math.inf)
+
+
+# Host memory
+
+
+def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monkeypatch):
+    """2 layers of 16 tokens of a device, 60 float32 each; attention's 8 x 8 and 8 log-sum-exps."""
+    monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
+    actual = {
+        value: estimate.step_offloaded_bytes(runs.make_spec({"offload_activations": value}))
+        for value in ("none", "layer_inputs", "layer_inputs_and_attention")
+    }
+    assert actual["none"].total == 0
+    layer_inputs = OffloadedBytes(activations=2 * 16 * 60 * 4, weights=0, moments=0, gradients=0)
+    assert actual["layer_inputs"] == layer_inputs
+    assert actual["layer_inputs_and_attention"].total - actual["layer_inputs"].total == 2 * 16 * (
+        64 * 4 + 8 * 4
+    )
+    spec = runs.make_spec({"offload_optimizer": "state_and_gradients"}, name="adamw")
+    layers = [row for row in jax.tree.leaves(spec.table) if row.num_layers and row.size >= 100]
+    placed = [(row, sharding.choose_placement(row, 4)) for row in layers]
+    shards = [
+        row.num_layers * math.prod(place.stored_shape) // (1 if place.dim is None else 4)
+        for row, place in placed
+    ]
+    actual = estimate.step_offloaded_bytes(spec)
+    assert actual.moments == 2 * actual.weights > 0
+    assert spec.num_microbatches > 1
+    assert actual.gradients == 2 * 4 * sum(shards), "a microbatch's, and their sums"
+    assert 4 * sum(shards) < actual.weights, (
+        "gradients of the embedding and the head stay on the device"
+    )
 
 
 # The formula

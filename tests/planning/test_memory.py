@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxsp.hf import model_config
-from jaxsp.planning import absent, descriptions, estimate, memory_problems
+from jaxsp.planning import absent, descriptions, estimate, fit, hlo, memory_problems
 from jaxsp.planning.fit import CompiledStep
 from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload
@@ -34,6 +34,24 @@ def check_prediction(step):
     """The formula that chooses what is compiled is near the memory of the step."""
     predicted = estimate.predict_bytes(step.spec)
     assert 0.8 < predicted / absent.measure_step(step).device_total < 1.1
+
+
+def test_the_formula_that_chooses_what_is_compiled_is_near_the_memory_of_a_step(wide):
+    check_prediction(wide)
+
+
+def test_all_arrays_of_a_step_are_read(wide):
+    buffers = hlo.read_buffers(wide.dump)
+    peak = max(hlo.compute_live_bytes(buffers, buffer.first_use) for buffer in buffers)
+    analysis = wide.executable.memory_analysis()
+    # XLA's arena may have gaps between arrays
+    assert 0.9 < peak / analysis.temp_size_in_bytes < 1 + tolerances.MEMORY
+
+
+def test_the_workspace_may_take_memory_that_is_free_during_its_calls(wide):
+    counted = fit.read_memory_use(wide.executable, wide.spec.attention)
+    total = absent.measure_step(wide).device_total
+    assert counted.device < total <= counted.device_total
 
 
 def find_causes(step):

@@ -1,8 +1,10 @@
 """Plans as text."""
 
+import dataclasses
 import re
 
 from jaxsp.planning import descriptions, report, step_time
+from jaxsp.planning.meshes import MeshPlan
 from tests.messages import assert_names
 from tests.planning import example_plans
 
@@ -39,3 +41,48 @@ def test_a_step_that_does_not_fit_has_the_full_memory_and_suggestions():
     suggestions = "memory.remat=full, memory.x=y or shorter rows"
     sizes = ["30.0 of 72.8 GiB", "2,100 of 1,960 GiB"]
     assert_names(report.format_fit(plan), *sizes, "host memory", suggestions, start="NO")
+
+
+def cells(text):
+    """Rows of a table as dicts by column, and the note below it."""
+    head, *rows, note = [
+        [cell for cell in re.split(r"  +", line.strip()) if cell] for line in text.splitlines()
+    ]
+    return [dict(zip(head, row, strict=False)) for row in rows], note[0]
+
+
+def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
+    mesh = {"replica": 1, "data": 1, "seq": 8}
+    of_host = example_plans.make_plan(fits=False, memory_bottleneck="host")
+    plans = [
+        MeshPlan(mesh=mesh, strategy=strategy, attention_fields={}, plan=plan, problem=problem)
+        for strategy, plan, problem in (
+            ("ulysses", example_plans.make_plan(), ""),
+            ("ring", of_host, ""),
+            ("ulysses 4 x ring", None, "28 query heads cannot be shared"),
+        )
+    ]
+    text = report.format_ranking(plans)
+    rows, note = cells(text)
+    assert list(rows[0].values()) == [
+        *"118",
+        "ulysses",
+        "yes",
+        "30.0",
+        "0",
+        "save_attention",
+        "cudnn",
+        "5 s",
+        "209,715",
+        "40",
+        "1",
+    ]
+    assert rows[1]["fits"] == "no: host"
+    assert rows[1]["rank"] == "-"
+    assert list(rows[2].values()) == [*"118", "ulysses 4 x ring", "28 query heads cannot be shared"]
+    head, first, *_ = text.splitlines()
+    assert first.index("yes") + 3 == head.index("fits") + 4, "columns end under their heads"
+    assert_names(note, "5 %", "seq")
+    plans[1] = dataclasses.replace(plans[1], plan=example_plans.make_plan(rows_per_microbatch=2))
+    rows, _ = cells(report.format_ranking(plans))
+    assert [row["microbatch rows"] for row in rows[:2]] == ["1", "2"]

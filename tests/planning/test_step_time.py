@@ -1,9 +1,11 @@
 """Estimated time of a step: each part of the estimate is recomputed."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
+from jaxsp.config import yaml_io
 from jaxsp.model import flops
 from jaxsp.planning import absent, gpus, hlo, step_time
 from jaxsp.planning.gpus import Ceilings
@@ -21,6 +23,12 @@ ROUND = Ceilings(
     link_hop_us=0.0,
     network_hop_us=0.0,
 )
+
+
+def test_documents_fill_rows_and_the_last_of_a_row_is_cut():
+    lengths = step_time.make_segment_lengths(rows=2, row_tokens=10, document_tokens=4)
+    assert lengths.tolist() == [4, 4, 2] * 2
+    assert step_time.make_segment_lengths(rows=1, row_tokens=8, document_tokens=8).tolist() == [8]
 
 
 DEVICE_TOKENS = 32768
@@ -86,8 +94,47 @@ def test_the_causes_add_up_to_the_step_and_collectives_take_as_long_as_their_byt
         assert 0 <= exposed <= total * 1.001
 
 
+@pytest.mark.e2e
+def test_kernels_overlap_the_gathers_and_scatters_of_all_layers(step):
+    """XLA schedules them with the options of training/compile_options.py."""
+    # without latency, for which the layers of the small model have too little work
+    ceilings = dataclasses.replace(gpus.GPUS["h100-80gb"].ceilings, link_hop_us=0.0)
+    estimated = estimate(step, ceilings=ceilings)
+    of_layers = [
+        sent
+        for sent in hlo.parse_collectives(step.dump.hlo_text)
+        if sent.operation in ("all-gather", "reduce-scatter") and sent.num_runs > 1
+    ]
+    model = step.spec.model
+    # forward and backward, of all weights in bfloat16; and their gradients in float32
+    weights = model.hidden_size * (2 * (8 + 8) * 128 + 3 * model.intermediate_size)
+    gathered, scattered = (
+        sum(sent.total_bytes / sent.num_runs for sent in of_layers if sent.operation == kind)
+        for kind in ("all-gather", "reduce-scatter")
+    )
+    assert [gathered, scattered] == pytest.approx([7 / 8 * 2 * 2 * weights, 7 / 8 * 4 * weights])
+    for sent in of_layers:
+        total, exposed = estimated.transfer_seconds[sent.begin_line]
+        assert exposed <= 0.1 * total, sent
+
+
+def test_every_ceiling_has_a_source_and_none_is_above_the_data_sheet():
+    table = yaml_io.load(pathlib.Path(gpus.__file__).with_suffix(".yaml").read_text("utf-8"))
+    for rates in (*table["rates"].values(), *table["assumed"].values()):
+        sourced = {field: rate for field, rate in rates.items() if field != "base"}
+        assert all(source for _, source in sourced.values())
+    for gpu in gpus.GPUS.values():
+        for rate in ("matmul_tflops", "attention_forward_tflops", "attention_backward_tflops"):
+            assert getattr(gpu.ceilings, rate) < gpu.ceilings.peak_tflops
+
+
 def test_assumed_rates_replace_those_of_another_gpu():
     for name, assumed in gpus.ASSUMED.items():
         if name != "all":
             rates = {field: getattr(gpus.GPUS[name].ceilings, field) for field in assumed}
             assert rates == {field: rate for field, (rate, _) in assumed.items()}
+
+
+def test_a_gpu_is_found_by_the_name_that_jax_gives_it():
+    assert gpus.find_by_device_kind("NVIDIA H200") is gpus.GPUS["h200-141gb"]
+    assert gpus.find_by_device_kind("NVIDIA H100 PCIe") is None

@@ -21,6 +21,11 @@ def print_pairs(*, columns, is_terminal):
     return file.getvalue()
 
 
+@pytest.mark.parametrize("columns", [1, 40, 80, 300])
+def test_a_log_has_the_lines_of_the_file(columns):
+    assert print_pairs(columns=columns, is_terminal=False) == output.format_pairs(PAIRS)
+
+
 @pytest.mark.parametrize(("columns", "limit"), [(1, 17), (40, 40), (80, 80), (300, 100)])
 def test_labeled_lines_are_wrapped_at_words_except_commands(columns, limit):
     lines = print_pairs(columns=columns, is_terminal=True).splitlines()
@@ -30,3 +35,15 @@ def test_labeled_lines_are_wrapped_at_words_except_commands(columns, limit):
     assert max(map(len, lines[:-1])) <= limit
     labels = [line[: output.LABEL_COLUMNS].strip() for line in lines[:-1]]
     assert labels == ["training", *[""] * (len(labels) - 1)]
+
+
+def test_other_lines_are_wrapped_at_words_on_a_terminal_only():
+    file = io.StringIO()
+    for is_terminal in (True, False):
+        console = rich.console.Console(
+            file=file, width=40, force_terminal=is_terminal, color_system=None
+        )
+        output.print_line(console, " ".join(WORDS))
+    *wrapped, whole = file.getvalue().splitlines()
+    assert whole == " ".join(WORDS)
+    assert " ".join(wrapped).split() == WORDS

@@ -1,11 +1,13 @@
 """Damaged caches of tokens are noticed and rebuilt; nothing else is learned."""
 
 import json
+import pathlib
 
+import datasets
 import numpy as np
 import pytest
 
-from jaxsp.core.errors import NeedsAttentionError, ProblemCollector
+from jaxsp.core.errors import NeedsAttentionError, ProblemCollector, UserError
 from jaxsp.data.ingest import cache as token_cache
 from jaxsp.data.ingest.cache import DamagedCacheError
 from jaxsp.data.packing.row_reader import Documents
@@ -81,6 +83,16 @@ def test_a_changed_bit_of_any_token_is_noticed_when_it_is_read(cache, capfd):
     assert not path.exists()
 
 
+def test_labels_are_checked_when_the_data_are_opened(cache, capfd):
+    expected = read_rows("prompt_completion")
+    (path,) = cache.rglob("*.arrow")
+    stored = expected[7][0]
+    flip(path, path.read_bytes().rindex(np.array(stored[-9:], np.int32).tobytes()))
+    capfd.readouterr()
+    assert read_rows("prompt_completion") == expected
+    assert capfd.readouterr().err.count("IS DAMAGED") == 1
+
+
 def find_ids(path, ids):
     return path.read_bytes().index(np.array(ids, np.int32).tobytes())
 
@@ -118,3 +130,28 @@ def test_a_damaged_file_is_made_again(cache, capfd, record_format):
         assert str(path) in output
     path.unlink()
     assert read_rows(record_format) == expected
+
+
+def test_a_damaged_cache_that_cannot_be_removed_is_a_user_error(cache, monkeypatch):
+    read_rows()
+    (path,) = cache.rglob("*.arrow")
+    path.write_bytes(b"")
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "unlink", refuse)
+    with pytest.raises(UserError, match=r"\.arrow.*Permission.*HF_DATASETS_CACHE"):
+        read_rows()
+
+
+def test_an_id_that_no_document_has_is_not_learned():
+    features = datasets.Features({"tokens": datasets.LargeList(datasets.Value("int32"))})
+    dataset = datasets.Dataset.from_dict({"tokens": [[1, 7, 3]]}, features=features)
+    stats = token_cache.compute_stats(dataset)
+    documents = Documents([dataset], stats=[stats])
+    row = row_of((0, 0, 3))
+    assert documents.read_slice(row, 0, 3).tokens.tolist() == [1, 7, 3]
+    documents._max_id = 6  # as if memory had changed after the checksums were compared
+    with pytest.raises(NeedsAttentionError, match="7"):
+        documents.read_slice(row, 0, 3)

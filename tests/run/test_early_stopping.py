@@ -76,3 +76,29 @@ def test_resumed_run_continues_counting():
         "the same command does not continue training"
     )
     assert not make(patience=4, before=stored).should_stop()
+
+
+def test_losses_of_another_eval_set_are_not_compared():
+    first = make()
+    first.expect_evaluation()
+    first.record(1, {"a": {"loss": 1.0}})
+    assert make(before=first.state).state.best_value == 1.0
+    other = {"name": "a", "digest": "other tokens"}
+    assert make(before=first.state, eval_set=other).state.best_value is None
+    renamed = make(before=first.state, eval_set=EVAL_SET | {"name": "b"})
+    assert (renamed.state.data, renamed.state.best_value) == ("b", 1.0)
+    assert make(before=first.state, patience=None).state is None
+
+
+def test_unscheduled_evaluation_does_not_count():
+    first = make(patience=2)
+    for step, loss in enumerate([1.0, 2.0]):
+        first.expect_evaluation()
+        first.record(step, {"a": {"loss": loss}})
+    for step in range(2, 9):  # evaluations of checkpoints written by stops
+        first.record(step, {"a": {"loss": 2.0}})
+    assert not first.should_stop()
+    first.expect_evaluation()
+    resumed = make(patience=2, before=first.state)  # a stop skipped an evaluation that was due
+    resumed.record(9, {"a": {"loss": 2.0}})
+    assert resumed.should_stop()

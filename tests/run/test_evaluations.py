@@ -1,5 +1,6 @@
 """Evaluations of runs: retrieval tasks in files, after a resume, and by command."""
 
+import itertools
 import json
 
 import jax
@@ -7,8 +8,9 @@ import pytest
 import rich.console
 
 from jaxsp import eval as evaluation
-from jaxsp.run import build, config_file, trainer
+from jaxsp.run import build, comparison, config_file, trainer
 from tests import batches, commands
+from tests.run import synthetic_runs
 
 TASKS = [
     {"task": "needle", "lengths": [256, 300], "depths": 2, "samples": 1},
@@ -99,3 +101,60 @@ def test_the_command_repeats_the_last_evaluation_and_compares_models(run, folder
     assert commands.read_lines(run / "tasks.jsonl") == before, "--out keeps them apart"
     assert "settings differ" not in text
     assert text.count("note: rows of 448 tokens are longer than the 300 positions") == 2
+
+
+def test_a_baseline_with_other_settings_is_named(tmp_path):
+    """The files of a run's directory, against lines with other rows, documents and records."""
+    harness = {"lm_eval": "arc", "results": {"acc": 0.5}, "row_tokens": 64, "limit": 1000}
+    files = {
+        "eval.jsonl": synthetic_runs.eval_lines([0], names=("books", "code")),
+        "tasks.jsonl": [synthetic_runs.task_line(0, "needle", 64)],
+        "lm_eval.jsonl": [harness],
+    }
+    for name, lines in files.items():
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
+    before = comparison.read(tmp_path)
+    assert before == list(itertools.chain(*files.values()))
+    changes = (
+        {"data_digest": "x", "row_tokens": 512},
+        {"row_tokens": 512},
+        {"rope": "yarn", "compute_dtype": "float32"},
+        {"limit": None, "row_tokens": 32},
+    )
+    after = [line | change for line, change in zip(before, changes, strict=True)]
+    console = rich.console.Console(width=40, file=None)
+    with console.capture() as capture:
+        comparison.print_table(console, before, after)
+    rows = capture.get().splitlines()
+    table = rows[:-3]
+    assert table[1].split() == "books loss 4.2000 4.2000 +0.0000".split()
+    assert len({len(row) for row in table}) == 1, "rows are not wrapped on a narrow terminal"
+    differ = "settings differ: "
+    assert rows[-3:] == [
+        f"books: {differ}rows of 4,096 tokens before, rows of 512 tokens after",
+        f"task needle, 64 tokens: {differ}bfloat16 compute, no RoPE before, float32 compute, "
+        "RoPE yarn after",
+        f"lm-eval arc: {differ}rows of 64 tokens, 1,000 records before, rows of 32 tokens, "
+        "all records after",
+    ]
+
+
+def test_of_a_baseline_the_last_line_of_each_name_counts(tmp_path):
+    first, second = synthetic_runs.eval_lines([4, 9])
+    lines = [
+        second | {"long_ppl": 5.5},
+        second | {"long_ppl": None},
+        # jaxsp eval of an earlier checkpoint
+        first,
+        {"data": None, "loss": 1.0},
+        {"data": "samples.jsonl has no numbers"},
+    ]
+    for path in (tmp_path / "eval.jsonl", tmp_path / "out.jsonl"):
+        path.write_text("\n".join(map(json.dumps, lines)))
+    console = rich.console.Console(file=None)
+    for path, loss in ((tmp_path, second["loss"]), (tmp_path / "out.jsonl", first["loss"])):
+        with console.capture() as capture:
+            comparison.print_table(console, comparison.read(path), [second])
+        row = next(row.split() for row in capture.get().splitlines() if row.startswith("held"))
+        assert row[3] == f"{loss:.4f}"
+        assert "long_ppl" not in capture.get()

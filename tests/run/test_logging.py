@@ -10,7 +10,9 @@ import sys
 import pytest
 from tensorboardX.proto import event_pb2
 
+from jaxsp import report
 from tests import commands
+from tests.run import test_report
 
 pytestmark = pytest.mark.e2e
 
@@ -113,3 +115,14 @@ def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
     assert 0 <= counts < 1024, "two moments, and AdamW's count of each weight"
     assert memory["device"]["other temporaries"] > 0
     assert start["compile_s"] > 0
+
+
+def test_the_report_of_two_runs_has_their_losses(runs, capsys):
+    folder, *_ = runs
+    out = folder / "report.html"
+    report.main([str(folder / "first"), str(folder / "second"), "--out", str(out)])
+    assert str(out) in capsys.readouterr().out
+    text = out.read_text(encoding="utf-8")
+    shown = [trace["y"] for trace in test_report.Page(text).charts["Training loss"]["traces"]]
+    for name in ("first", "second"):
+        assert [line["loss"] for line in lines(folder / name, "metrics.jsonl")] in shown

@@ -2,10 +2,13 @@
 
 import types
 
+import pytest
+
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run import config_file
 from jaxsp.run.benchmark import BenchmarkResult
+from tests import messages
 
 MESHES = [
     f"replica {mesh} seq {seq}"
@@ -32,6 +35,17 @@ def result(**changes):
     return BenchmarkResult(**fields | changes)
 
 
+def benchmarks(monkeypatch, *outcomes):
+    """Benchmarks of three meshes with these results, or reasons why they cannot run."""
+    waiting = iter(outcomes)
+
+    monkeypatch.setattr(run_benchmark, "_run_process", lambda *_: next(waiting))
+    overrides = ["attention.strategy=ulysses", "mesh.virtual_cpu_devices=2"]
+    return run_benchmark.benchmark_meshes(
+        "configs/quickstart.yaml", overrides, 2, MODEL, lambda line: None
+    )
+
+
 def test_each_strategy_is_requested_with_fields_of_the_config(monkeypatch):
     requested = []
 
@@ -53,3 +67,11 @@ def test_each_strategy_is_requested_with_fields_of_the_config(monkeypatch):
         ("all_gather", 2, 1),
         ("all_gather", 1, 1),
     }
+
+
+def test_a_different_loss_is_an_internal_error_that_names_the_meshes(monkeypatch):
+    results = benchmarks(monkeypatch, result(), result(losses=[5.0, 4.0004, 3.0]), result())
+    expected = (MESHES[1], "[5.0, 4.0004, 3.0]", MESHES[0], "[5.0, 4.0, 3.0]")
+    with pytest.raises(RuntimeError, match=messages.containing(*expected)):
+        run_benchmark.check_losses(results, dtype="float32")
+    run_benchmark.check_losses(results, dtype="bfloat16")

@@ -1,14 +1,21 @@
 """FLOPs, metrics.jsonl and eval.jsonl, and the heads in the banner."""
 
 import dataclasses
+import errno
+import io
 import json
+import os
 import re
+import resource
+import threading
 
 import numpy as np
+import pytest
 
 from jaxsp.model import flops
 from jaxsp.run.metrics import MetricsWriter
 from jaxsp.system import jsonl
+from jaxsp.system.jsonl import AppendFile
 from tests import batches, messages
 
 
@@ -78,3 +85,115 @@ def test_damaged_lines_are_set_aside_and_printed(tmp_path, capfd):
     assert re.search(messages.containing(tmp_path / "eval.jsonl", len(damaged)), output)
     jsonl.truncate_after(tmp_path / "eval.jsonl", 2)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+@pytest.mark.parametrize(
+    ("damage", "kept", "message"),
+    [
+        (lambda text: text, [1, 2, 3, 4, 5, 6], ""),
+        (lambda text: text.replace(b'{"step": 3', b'{"stes": 3'), [1, 2, 4, 5, 6], "1 of 6 .*p 2"),
+        (
+            lambda text: text.replace(b'0}\n{"step": 3', b'0}{"step": 3'),
+            [1, 4, 5, 6],
+            "1 of 5 .*p 1",
+        ),
+        (lambda text: text.replace(b'{"', b"{", 1), [2, 3, 4, 5, 6], "1 of 6 .*p 0"),
+        (lambda text: text[: text.index(b'"step": 4') + 12], [1, 2, 3], "1 of 4 .*p 3.*\n.*step 3"),
+        (lambda text: text[: text.index(b'{"step": 4')], [1, 2, 3], "ends at step 3"),
+        (lambda text: text + b'{"step": 70, "los', [1, 2, 3, 4, 5, 6], ""),
+    ],
+)
+def test_damaged_and_missing_lines_of_metrics_are_named(
+    tmp_path, capfd, damage, kept, message, interval
+):
+    text = b"".join(b'{"step": %d, "loss": 0}\n' % step for step in range(1, 7))
+    text = damage(text)
+    if interval == 10:
+        text = re.sub(rb'"step": (\d),', rb'"step": \g<1>0,', text)
+        kept = [10 * step for step in kept]
+    (tmp_path / "metrics.jsonl").write_bytes(text)
+    with MetricsWriter(tmp_path, from_step=6 * interval + interval // 2):
+        pass
+    assert read_steps(tmp_path / "metrics.jsonl") == kept
+    output = capfd.readouterr().err
+    assert re.search(message, output)
+    assert bool(message) == bool(output)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC])
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_a_disk_that_fails_for_a_moment_costs_no_line(
+    tmp_path, monkeypatch, capfd, number, can_truncate
+):
+    is_failing = []
+
+    class FailingFile(io.FileIO):
+        def write(self, data):
+            if is_failing:
+                super().write(data[:3])
+                raise OSError(number, os.strerror(number))
+            return super().write(data)
+
+        def truncate(self, size=None):
+            if is_failing and not can_truncate:
+                raise OSError(number, os.strerror(number))
+            return super().truncate(size)
+
+    monkeypatch.setattr(AppendFile, "_open", lambda self: FailingFile(self._path, "a"))
+    path = tmp_path / "metrics.jsonl"
+    file = AppendFile(path)
+    file.add(b"one\n")
+    is_failing.append(True)
+    for record in (b"two\n", b"three\n"):
+        file.add(record)
+        with pytest.raises(OSError, match="metrics") as caught:
+            file.sync()
+        assert caught.value.errno == number
+    is_failing.clear()
+    file.add(b"four\n")
+    file.sync()
+    file.close()
+    assert path.read_bytes() == b"one\ntwo\nthree\nfour\n"
+    output = capfd.readouterr().err
+    assert output.count("CANNOT BE WRITTEN") == output.count("is written again") == 1
+
+
+def test_result_appended_to_a_truncated_line_starts_a_new_line(tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    jsonl.append_record(tmp_path / "eval.jsonl", line(3))
+    jsonl.append_record(tmp_path / "eval.jsonl", line(4))
+    with MetricsWriter(tmp_path, from_step=3):
+        pass
+    assert read_steps(tmp_path / "eval.jsonl") == [1, 3]
+
+
+def test_a_result_of_which_only_a_part_fits_on_the_disk_is_an_error(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            jsonl.append_record(tmp_path / "eval.jsonl", line(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_line_that_another_process_appends_survives_a_partial_write(tmp_path, monkeypatch):
+    """Removing the part of a record that a full disk took must not remove that line too."""
+    path = tmp_path / "eval.jsonl"
+    file = AppendFile(path)
+    appending = threading.Thread(target=jsonl.append_record, args=(path, line(1)))
+
+    class FullDisk(io.FileIO):
+        def write(self, data):
+            super().write(data[:3])
+            appending.start()
+            appending.join(timeout=1)
+            raise OSError(errno.ENOSPC, "full")
+
+    file.close()
+    with FullDisk(path, "a") as full_disk:
+        monkeypatch.setattr(file, "_file", full_disk)
+        file.add(b"a record\n")
+    appending.join()
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1]

@@ -4,14 +4,16 @@ import json
 
 import pytest
 
-from jaxsp.core.errors import ProblemCollector
+from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import model_config
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.run import config_file, data_sets, model_files
+from jaxsp.run import config_file, data_sets, model_files, stop_tokens
 from jaxsp.run.stop_tokens import StopTokens
 from tests import batches
 from tests.data.chat import chats
-from tests.messages import assert_refused
+from tests.messages import assert_names, assert_refused
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 def make_config(folder, *sources, **model):
@@ -61,6 +63,30 @@ def test_a_given_model_may_have_fewer_rows_than_its_tokenizer_has_tokens(tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("model", "suggestion"),
+    [
+        ({"source": "base"}, "resize_token_embeddings(len(tokenizer))"),
+        ({"source": "base", "tokenizer": "bytes"}, "model.tokenizer=null"),
+        ({"config": batches.SMALL_LLAMA, "tokenizer": "bytes"}, "model.config.vocab_size"),
+    ],
+)
+def test_a_token_beyond_the_embedding_has_a_suggestion_that_is_not_in_use(
+    tmp_path, model, suggestion
+):
+    source = write_records(tmp_path / "a.jsonl", "tokens", {"input_ids": [1, 300]})
+    config = make_config(tmp_path, source, **model)
+    with pytest.raises(UserError) as error:
+        data_sets.make_data_sets(
+            open_sources(config), config, None, vocab_size=256, for_training=True
+        )
+    assert_names(error.value, "line 1", "300", suggestion)
+    others = {"resize_token_embeddings", "model.tokenizer=null", "model.config.vocab_size"} - {
+        suggestion.partition("(")[0]
+    }
+    assert not any(other in str(error.value) for other in others)
+
+
+@pytest.mark.parametrize(
     ("eos_ids", "alternatives", "expected"),
     [
         (0, [[2]], [2, 0]),
@@ -88,3 +114,25 @@ def test_stop_tokens_are_added_to_those_of_the_base(tmp_path, eos_ids, alternati
     assert json.loads(path.read_text())["eos_token_id"] == expected
     StopTokens().add_to_file(tmp_path, default=7)
     assert json.loads(path.read_text())["eos_token_id"] == expected
+
+
+@pytest.mark.parametrize(
+    ("format_name", "record", "has_stop"),
+    [
+        ("messages", {"messages": CHAT}, True),
+        ("prompt_completion", {"prompt": CHAT[:1], "completion": CHAT[1:]}, True),
+        ("prompt_completion", {"prompt": "q", "completion": "a"}, False),
+        ("text", {"text": "q"}, False),
+        ("tokens", {"input_ids": [1, 2]}, False),
+    ],
+)
+def test_chats_have_stop_tokens(tmp_path, format_name, record, has_stop):
+    tokenizer = chats.tokenizer()
+    text = write_records(tmp_path / "b.jsonl", "text", {"text": "x"})
+    source = write_records(tmp_path / "a.jsonl", format_name, record)
+    config = make_config(tmp_path, text, source, source="base")
+    tokenizer.chat_template = chats.CHATML
+    found = stop_tokens.find(open_sources(config), config, tokenizer)
+    expected = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert found.alternatives == (((expected,),) if has_stop else ())
+    assert ("<|im_end|>" in found.description) == has_stop

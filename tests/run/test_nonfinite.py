@@ -13,9 +13,13 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import weights
 from jaxsp.model import decoder
 from jaxsp.run import build, config_file, metrics
+from jaxsp.run.metrics import MetricsWriter
+from jaxsp.sharding import host_offload
 from jaxsp.training import train_state
+from jaxsp.training.train_state import TrainState
 from tests import batches, commands, messages, tolerances
 from tests.small_runs import make_fields, train
+from tests.training import runs
 
 pytestmark = pytest.mark.e2e
 
@@ -171,4 +175,48 @@ def test_run_stops_at_the_limit_and_continues_after_the_step(
     assert recorded == lines(skipped[0], metrics.NONFINITE_FILE), "each step once"
 
 
+def test_lines_of_repeated_steps_and_truncated_lines_are_removed(tmp_path):
+    for name in (metrics.METRICS_FILE, metrics.NONFINITE_FILE):
+        text = "".join(json.dumps({"step": step}) + "\n" for step in (2, 5, 7)) + '{"step": 4, "lo'
+        (tmp_path / name).write_text(text)
+    with MetricsWriter(tmp_path, from_step=5):
+        pass
+    for name in (metrics.METRICS_FILE, metrics.NONFINITE_FILE):
+        assert [line["step"] for line in lines(tmp_path, name)] == [2, 5]
+    (tmp_path / "new").mkdir()
+    with MetricsWriter(tmp_path / "new", from_step=0):
+        pass
+    assert not (tmp_path / "new" / metrics.NONFINITE_FILE).exists()
+
+
 MESHES = {"8 groups": ((1, 8, 1), "none"), "state on the host": ((1, 2, 2), "state")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("8 groups", marks=pytest.mark.slow), "state on the host"]
+)
+@pytest.mark.usefixtures("small_shards")
+def test_nonfinite_step_changes_no_bit_of_the_state_on_any_mesh(name):
+    sizes, offload = MESHES[name]
+    if offload != "none" and jax.__version_info__ < host_offload.MIN_RELEASE:
+        pytest.skip(
+            "arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12"
+        )
+    config = batches.make_config(
+        name="adamw", learning_rate=1e-2, weight_decay=0.1, memory={"offload_optimizer": offload}
+    )
+    run = runs.compile_in_thread(sizes, config=config, functions=("step",)).result()
+    state, _ = run.step(run.state(runs.draw_weights(runs.MODEL)), run.rows(runs.ROWS))
+    head = np.array(state.master["head"])
+    head[5] = np.nan
+    head = jax.device_put(head, state.master["head"].sharding)
+    state = TrainState(
+        master=state.master | {"head": head}, opt_state=state.opt_state, step=state.step
+    )
+    before = jax.tree.map(lambda x: np.array(x), state)
+    after, results = run.step(state, run.rows(runs.ROWS))
+    assert not results["is_finite"]
+    assert batches.is_bitwise_equal(
+        (after.master, after.opt_state), (before.master, before.opt_state)
+    )
+    assert int(after.step) == 2

@@ -11,6 +11,9 @@ import pytest
 import rich.console
 
 from jaxsp import eval as evaluation
+from jaxsp import export
+from jaxsp.core.errors import UserError
+from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.hf import peft
 from jaxsp.run import build, config_file, references, trainer
 from jaxsp.training import trainable
@@ -137,6 +140,49 @@ def test_lost_references_are_those_of_the_first_weights_again(folder):
 
 
 @pytest.mark.slow
+def test_a_damaged_file_of_references_is_computed_again(folder):
+    config = settings(folder, "damaged", "run.steps=1")
+    first, _ = run(config)
+    for path in folder.glob("cache/jaxsp/references/*.npy"):
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 4
+        path.write_bytes(content)
+    again, text = run(settings(folder, "damaged again", "run.steps=1"), quiet=False)
+    assert "by the reference model" in text
+    assert again[0]["loss"] == first[0]["loss"]
+
+
+@pytest.mark.slow
+def test_another_model_has_other_references(folder):
+    """Also in a directory in which a run was stopped before its first checkpoint."""
+    config = settings(folder, "seeds", "run.steps=1")
+    run(config)
+    shutil.rmtree(folder / "seeds/checkpoints")
+    (folder / "seeds/last_checkpoint.json").unlink()
+    (line,), text = run(settings(folder, "seeds", "run.steps=1", "run.seed=1"), quiet=False)
+    assert "by the reference model" in text
+    assert line["loss"] == pytest.approx(np.log(2), rel=1e-5)
+    resumed, text = run(settings(folder, "seeds", "run.steps=2", "run.seed=1"), quiet=False)
+    assert "by the reference model" not in text
+    straight, _ = run(settings(folder, "other seed", "run.steps=2", "run.seed=1"))
+    assert_equal(resumed, straight)
+
+
+@pytest.mark.slow
+def test_a_lost_reference_of_a_resumed_run_is_model_source_and_not_random(folder):
+    run(settings(folder, "base", "run.steps=1"))
+    export.main([str(folder / "base"), str(folder / "base hf")])
+    model = {"source": str(folder / "base hf"), "config": None, "tokenizer": None}
+    run(settings(folder, "tuned", "run.steps=1", "run.save_every=1", model=model))
+    shutil.rmtree(folder / "tuned" / references.FOLDER)
+    shutil.rmtree(folder / "cache/jaxsp/references")
+    resumed, text = run(settings(folder, "tuned", model=model), quiet=False)
+    assert "by the reference model" in text
+    straight, _ = run(settings(folder, "tuned straight", model=model))
+    assert_equal(resumed, straight)
+
+
+@pytest.mark.slow
 def test_with_adapters_the_reference_is_the_base(folder):
     adapter = {"type": "lora", "rank": 4}
     lines, _ = run(settings(folder, "lora", adapter=adapter))
@@ -215,6 +261,24 @@ def test_the_reference_is_the_model_as_training_begins(
     assert line["loss"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_files_of_references_belong_to_the_adapter_that_training_continues(folder):
+    source = pathlib.Path(write_adapter(folder, "lora"))
+    adapter = {"type": "lora", "source": str(source)}
+    config = settings(folder, "identity", adapter=adapter)
+    inputs = build.build_training(config, devices=jax.devices()[:1])
+    weights, reference = map(
+        batches.name_leaves, (inputs.weights.make(), inputs.reference.open().make())
+    )
+    for path in weights:
+        assert batches.is_bitwise_equal(reference[path], weights[path]), path
+    identity = inputs.reference.identify()
+    assert identity == inputs.reference.identify()
+    file = source / peft.WEIGHTS_FILE
+    shutil.copy(file, folder / "copy")
+    (folder / "copy").replace(file)
+    assert inputs.reference.identify() != identity
+
+
 def test_given_references_are_used(folder):
     records = commands.read_lines(folder / "train.jsonl")
     for record in records:
@@ -225,6 +289,12 @@ def test_given_references_are_used(folder):
     (line,) = lines
     margin = 0.1 * (line["chosen_logp"] - line["rejected_logp"])
     assert line["reward_margin"] == pytest.approx(margin, rel=1e-4)
+
+
+def test_an_odd_number_of_rows_is_refused_if_pairs_are_in_two(folder):
+    odd = settings(folder, "odd", "data.row_tokens=128", "batch.rows_per_step=3")
+    with pytest.raises(UserError, match=r"rows_per_step = 3: must be even, because .* Use 4"):
+        build.build_training(odd, devices=jax.devices()[:1])
 
 
 @pytest.mark.slow
@@ -242,3 +312,11 @@ def test_the_evaluation_is_that_of_the_training_loss(folder):
         assert first["num_pairs"] == 24
         assert first["chosen_logp"] == pytest.approx(line["chosen_logp"], rel=1e-5)
         assert first["loss"] == pytest.approx(np.log(2), rel=1e-5)
+
+
+def test_an_evaluator_without_references_is_an_internal_error(folder):
+    inputs = build.build_training(settings(folder, "none"), devices=jax.devices()[:1])
+    spec = inputs.spec
+    inputs.train_set.documents.references = None
+    with pytest.raises(AssertionError, match="references"):
+        Evaluator(spec, []).evaluate(inputs.train_set, inputs.weights.make(), num_steps=0)

@@ -11,14 +11,22 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import transformers
 from jax.experimental import multihost_utils
 
 from jaxsp import eval as evaluation
+from jaxsp import export
 from jaxsp.checkpoint import reader, run_paths
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.errors import UserError
+from jaxsp.data.tokenization import tokenizers
+from jaxsp.hf import model_config, weights
 from jaxsp.run import build, config_file, resume
+from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
 from tests import batches, commands, messages, tolerances
+from tests.data.packing import test_dataset
 from tests.small_runs import make_fields, train
 
 STEPS = 10
@@ -161,6 +169,75 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
     )
 
 
+@pytest.mark.e2e
+def test_evaluation_of_a_run_asks_for_what_it_can_do(straight, tmp_path):
+    run = str(straight / "run")
+    with pytest.raises(UserError, match=messages.containing("model.config", run)):
+        evaluation.main([run, "model.config.hidden_size=64"])
+    out = f"--out = {tmp_path}/nowhere/e.jsonl"
+    with pytest.raises(UserError, match=messages.containing(out)):
+        evaluation.main([run, "--out", str(tmp_path / "nowhere/e.jsonl")])
+    text = [
+        f"data.eval=[{{source: {straight}/train.jsonl, format: text}}]",
+        f"model.tokenizer={tmp_path}",
+    ]
+    with pytest.raises(UserError, match=messages.containing(f"model.tokenizer = {tmp_path}")):
+        evaluation.main([run, *text])
+
+
+@pytest.mark.e2e
+def test_a_checkpoint_outside_a_run_has_no_run(straight, tmp_path, monkeypatch):
+    assert run_paths.find_run_dir(straight / "run/checkpoints/9") == straight / "run"
+    shutil.copytree(straight / "run/checkpoints/9", tmp_path / "kept/9")
+    (tmp_path / "model").mkdir()  # of another project
+    monkeypatch.chdir(tmp_path)
+    evaluation.main(["kept/9"])
+    assert not (tmp_path / "eval.jsonl").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_directory(straight, stopped):
+    words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
+    train(settings(stopped, *words))
+    check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
+    assert [line["step"] for line in lines(stopped / "run")][-1] == STOPPED + 1, (
+        "the first run's files are unchanged"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_where_it_was_told(
+    straight, stopped, monkeypatch
+):
+    words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(settings(stopped, *words))
+    assert lines(stopped / "second")
+    actual = f"run.directory = {stopped}/second"
+    suggestion = f"run.resume={stopped}/run"
+    with pytest.raises(UserError, match=messages.containing(actual, suggestion)):
+        train(settings(stopped, words[0]))
+    suggestions = (f"run.directory={stopped}/second-2", "run.resume=auto")
+    with pytest.raises(UserError, match=messages.containing(actual, *suggestions)):
+        train(settings(stopped, words[0], f"run.resume={straight}/run"))
+    train(settings(stopped, *words))
+    check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
+    # and from its own checkpoints, as soon as there are some
+    shutil.rmtree(stopped / f"second/checkpoints/{STEPS}")
+    train(settings(stopped, *words))
+    check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
+    (stopped / "second/damaged").mkdir()
+    shutil.rmtree(stopped / "second/checkpoints")
+    for resumed in (words[1], "run.resume=auto"):
+        damaged = f"{stopped}/second/damaged"
+        with pytest.raises(UserError, match=messages.containing(actual, damaged)):
+            train(settings(stopped, words[0], resumed))
+
+
 def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch):
     """Before one of them reads what another does not see, and all wait for each other."""
     run = RunConfig(directory=str(tmp_path), steps=9)
@@ -175,6 +252,113 @@ def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch
         resume.check_same_checkpoint(run, None, ["is not empty"])
     with pytest.raises(UserError, match=messages.containing(result, "process 0")):
         resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ([], []),
+        (["run.eval_at_start=true"], ["run.eval_at_start"]),
+        (
+            ["optimizer.warmup_fraction=0.1", "optimizer.warmup_steps=0"],
+            ["optimizer.warmup_steps", "optimizer.warmup_fraction"],
+        ),
+    ],
+)
+def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path, words, fields):
+    before = settings(tmp_path)
+    now = settings(tmp_path, *words)
+    documents = test_dataset.data_of([[3, 4]], before)
+    written = before.model_dump(mode="json")
+    for group, name in (
+        ("run", "eval_at_start"),
+        ("data", "eval_fraction"),
+        ("optimizer", "warmup_fraction"),
+    ):
+        del written[group][name]
+    meta = CheckpointMeta(
+        config=written,
+        model=batches.UNEVEN_LLAMA,
+        data=documents.fingerprint(before.data, seed=before.run.seed)
+        | {"data.long_documents": "split"},
+        step=4,
+        rows_consumed=32,
+        num_tokens_total=7,
+    )
+    model = model_config.parse_model_config(batches.UNEVEN_LLAMA)
+    checkpoint = resume.RunCheckpoint(
+        path=tmp_path, meta=meta, config=config_file.parse(meta.config)
+    )
+    start = resume.make_start_point(checkpoint, now, model=model, data=documents)
+    actual = " ".join(x for x in start.config_changes if "learning rate" not in x)
+    assert re.findall(r"(\S+) \S+ -> ", actual) == fields
+    assert "None" not in actual
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("num_steps", "rate"), [(10, None), (18, "0.00854"), (8, "0.0025")])
+def test_a_resumed_run_names_a_jump_of_the_learning_rate(stopped, num_steps, rate):
+    """Cosine from 0.01 after 2 steps of warmup: 0.005 in step 7 of 10."""
+    config = settings(stopped, f"run.steps={num_steps}")
+    inputs = build.build_training(config, devices=jax.devices())
+    changes = [change for change in inputs.start.config_changes if "learning rate" in change]
+    assert changes == ([f"learning rate of step 7 0.005 -> {rate}"] if rate else [])
+
+
+def test_the_learning_rate_of_a_run_of_epochs_is_that_of_its_last_epoch(tmp_path):
+    """Half of two epochs of 4 steps of 8 rows are done; without warmup, the rest has half the peak.
+
+    With steps of 4 rows, 8 are left, of 4 + 8.
+    """
+    words = ["run.steps=null", "run.eval_every=null", "optimizer.warmup_steps=0"]
+    before = settings(tmp_path, "run.epochs=2", *words)
+    now = settings(tmp_path, "run.epochs=2", "batch.rows_per_step=4", *words)
+    documents = test_dataset.data_of([[64] * 32], before)
+    start = StartPoint(step=4, rows_consumed=32)
+    rates = [resume.find_next_rate(config, start, documents) for config in (before, now)]
+    assert rates == ["0.005", "0.0075"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
+    text = "All work and no play makes Jack a dull boy. "
+    (tmp_path / "a.txt").write_text(text * 20)
+    spec = build.build_training(
+        settings(
+            tmp_path,
+            "data.eval=[]",
+            f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]",
+            "model.tokenizer=bytes",
+        ),
+        devices=jax.devices(),
+    ).spec
+    whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), spec.table)
+    folder = tmp_path / "hf"
+    weights.export_model(
+        whole,
+        table=spec.table,
+        fields=batches.UNEVEN_LLAMA,
+        tokenizer=tokenizers.make_byte_tokenizer(),
+        directory=folder,
+    )
+    words = ["model.config=null", f"model.source={folder}", "data.eval=[]", "run.save_every=2"]
+    words += [f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]"]
+    train(settings(tmp_path, *words, "run.steps=2"))
+    shutil.rmtree(folder)
+    train(
+        settings(
+            tmp_path,
+            *words,
+            "run.steps=3",
+            f"run.directory={tmp_path}/second",
+            f"run.resume={tmp_path}/run",
+        )
+    )
+    assert [line["step"] for line in lines(tmp_path / "second")] == [3]
+    with pytest.raises(UserError, match=messages.containing(f"model.source = {folder}")):
+        train(settings(tmp_path, *words, f"run.directory={tmp_path}/third"))
+    export.main([str(tmp_path / "second"), str(tmp_path / "out")])
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("é").input_ids == [195, 169]
 
 
 @pytest.mark.e2e

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import transformers
 
+from jaxsp import eval as evaluation
 from jaxsp import export
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.run import build
+from jaxsp.hf import model_config
+from jaxsp.run import build, config_file
+from jaxsp.run.given_model import GivenModel
 from tests import batches, commands
 from tests.hf import oracle
 from tests.run import test_preference_runs
@@ -156,3 +160,37 @@ def test_adapters_train_the_head_too_and_load_in_peft(folder, capsys):
     line = commands.read_lines(folder / name / "eval.jsonl")[-1]
     actual = [line["chosen_reward"], line["rejected_reward"]]
     assert actual == pytest.approx(scores, rel=1e-4)
+
+
+def test_models_that_do_not_fit_the_objective_are_refused(folder):
+    config = settings(folder, "sft").model_dump()
+    sft = config_file.parse(
+        config | {"objective": {"type": "dpo"}, "run": {"directory": "x", "steps": 1}}
+    )
+    with pytest.raises(UserError, match=r"objective.type = dpo: .* is that of a reward model"):
+        build.build_training(sft, devices=jax.devices()[:1])
+    with pytest.raises(UserError, match=r"transformers has no model for the scores of granite"):
+        model_config.make_reward_fields({"model_type": "granite"})
+
+
+def test_the_harness_needs_a_model_of_tokens_and_says_so_before_the_weights_are_read(
+    folder, monkeypatch
+):
+    harness = pytest.importorskip("jaxsp.evaluation.harness", exc_type=ImportError)
+    monkeypatch.setattr(harness, "find_tasks", lambda *_, **__: "tasks")
+    monkeypatch.setattr(GivenModel, "load_weights", None)
+    changes = ["objective.type=reward", "data.row_tokens=64"]
+    with pytest.raises(UserError, match="a reward model scores texts"):
+        evaluation.main([str(folder / "scores"), *changes, "--lm-eval", "tasks"])
+
+
+def test_an_export_has_no_padding_token_that_ends_documents():
+    fields = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
+    fields |= {**MODEL, "pad_token_id": 256}
+    token_ids = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
+    written = model_config.make_config_json(fields, dtype="float32", token_ids=token_ids)
+    assert written["pad_token_id"] is None
+    assert written["architectures"] == ["LlamaForSequenceClassification"]
+    fields["pad_token_id"] = 3
+    written = model_config.make_config_json(fields, dtype="float32", token_ids=token_ids)
+    assert written["pad_token_id"] == 3

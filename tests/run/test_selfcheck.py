@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsp.attention.attend import as_kernel, make_attend
+from jaxsp.attention.chunks import halo_exchange
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.cudnn import cudnn_calls
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
+from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.attention.strategies.all_gather import AllGather
+from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.core.errors import UserError
@@ -125,6 +129,23 @@ def test_a_kernel_without_the_window_is_refused():
     assert min(actual.values()) > TOLERANCE
 
 
+@pytest.mark.slow
+def test_windows_over_chunks_are_checked(monkeypatch):
+    changes = {
+        "score": ScoreConfig(window=4096),
+        "strategy": combine(1, AllGather(degree=1)),
+    }
+    actual = differences("blockwise", **changes)
+    assert max(actual.values()) < TOLERANCE / 2
+
+    def receive_nothing(group, halo, kv):
+        first, last = (jnp.zeros_like(x[:, :, -halo.num_tokens :]) for x in kv)
+        return first, last
+
+    monkeypatch.setattr(halo_exchange, "receive_halos", receive_nothing)
+    assert max(differences("blockwise", **changes).values()) > TOLERANCE
+
+
 @pytest.mark.e2e
 def test_cudnn_passes_with_its_contract_and_fails_with_the_offsets_of_old_releases(monkeypatch):
     cudnn_contract.on_cpu()
@@ -139,6 +160,58 @@ def test_cudnn_passes_with_its_contract_and_fails_with_the_offsets_of_old_releas
     monkeypatch.setattr(cudnn_calls, "_bin_offsets", as_in_0_11_0)
     message = messages.containing("attention.kernel = cudnn", jax.__version__)
     with pytest.raises(UserError, match=message):
+        make_check("cudnn").run(jax.devices()[0])
+
+
+def test_at_most_half_of_the_free_memory_is_filled_with_nan_and_freed(monkeypatch):
+    filled = []
+    wait = jax.block_until_ready
+
+    def watch(array):
+        filled.append((wait(array), bool(jnp.isnan(array).all())))
+        return array
+
+    monkeypatch.setattr(jax, "block_until_ready", watch)
+    device = jax.devices()[0]
+    selfcheck.fill_free_memory(device, {"bytes_limit": 3 * 2**20, "bytes_in_use": 2**20})
+    ((array, is_nan),) = filled
+    assert (array.nbytes, is_nan) == (2**20, True)
+    assert array.is_deleted()
+    selfcheck.fill_free_memory(device, device.memory_stats())
+    assert len(filled) == 1, "CPUs have no statistics"
+
+
+@pytest.mark.slow  # attention/test_cudnn.py tests each strategy
+@pytest.mark.parametrize("strategy", [combine(1, Ring(degree=1)), combine(1, AllGather(degree=1))])
+def test_two_chunks_of_rows_pass_with_the_contract_in_head_chunks_too(monkeypatch, strategy):
+    cudnn_contract.on_cpu()
+    chunks = KernelSettings(head_chunks=2)
+    assert max(differences("cudnn", strategy=strategy, settings=chunks).values()) < TOLERANCE / 2
+    monkeypatch.setattr(
+        OffDiagonalBlock,
+        "query_mask",
+        lambda self, num_tokens: (self.num_keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool),
+    )
+    assert not max(differences("cudnn", strategy=strategy).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("result", "part"),
+    [
+        ({"out": 1e-3, "dk": 0.03}, "(relative error of dk 0.03; must be at most 0.01)"),
+        ({"out": float("nan")}, "(relative error of out nan;"),
+        (jax.errors.JaxRuntimeError("no ptxas\nmore"), "does not run on this device: no ptxas."),
+    ],
+)
+def test_a_kernel_that_is_wrong_or_does_not_run_ends_the_run(monkeypatch, result, part):
+    def measure_errors(check, device):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(KernelCheck, "measure_errors", measure_errors)
+    parts = ("attention.kernel = cudnn", part, jax.__version__, "attention.kernel=blockwise")
+    with pytest.raises(UserError, match="^" + messages.containing(*parts)):
         make_check("cudnn").run(jax.devices()[0])
 
 

@@ -7,13 +7,15 @@ import time
 
 import jax
 import numpy as np
+import pytest
 import rich.console
 
-from jaxsp.run import build, trainer
+from jaxsp.run import build, step_log, trainer
 from jaxsp.run import console as output
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.console import Progress
 from jaxsp.run.step_log import DispatchedStep
+from jaxsp.system import distributed
 from tests import messages
 from tests.run import test_trainer
 
@@ -54,6 +56,22 @@ def test_a_step_is_over_when_all_its_results_are_ready():
     for flags in ([True, True], [True, False]):
         step = DispatchedStep([*map(Result, flags)], None, 0.0, 0.0)
         assert step.is_over == all(flags)
+
+
+@pytest.mark.parametrize(
+    ("ended", "next_ended", "split"),
+    [
+        (104.0, 108.0, 104.0),
+        (106.0, 107.0, 106.0),
+        # A thread that was late, and then both threads
+        (108.0, 108.000001, 104.0),
+        (108.3, 108.0, 104.15),
+        (100.0, 100.0, 100.0),
+    ],
+)
+def test_two_steps_whose_ends_are_seen_together_share_the_time(ended, next_ended, split):
+    """The second had 1e-6 s and 127 million tokens/s."""
+    assert step_log.split_time(100.0, ended, next_ended=next_ended) == pytest.approx(split)
 
 
 def metrics_line(step, **fields):
@@ -99,3 +117,38 @@ def test_log_line_has_the_time_and_the_numbers_of_its_step(monkeypatch):
     numbers = ("19/400", "6.2614", "1.2e-05", "0.844", "3,222", "1 min 0 s", "3 h 10 min")
     assert re.match(r"\d\d:\d\d:\d\d.*" + messages.containing(*numbers), printed[1])
     assert len(printed[1]) <= 120
+
+
+def test_log_lines_are_at_least_ten_seconds_apart_except_for_the_first_and_last(monkeypatch):
+    lines = [metrics_line(step) for step in range(18, 31)]
+    printed = show_steps(monkeypatch, *lines, seconds_per_step=4.0, num_steps=30)
+    assert re.findall(r"(\d+)/30", printed) == ["18", "21", "24", "27", "30"]
+
+
+def test_nonfinite_step_has_a_log_line(monkeypatch):
+    printed = show_steps(monkeypatch, metrics_line(18, loss=None, grad_norm=None))
+    assert re.search(messages.containing("none", "1.2e-05", "none"), printed)
+
+
+@pytest.mark.parametrize(("peak_gib", "memory"), [(61.53, ["61.5 GiB"]), (None, [])])
+@pytest.mark.parametrize("width", [90, 130])
+def test_bar_shows_memory_learning_rate_and_the_time_left(monkeypatch, peak_gib, memory, width):
+    line = metrics_line(18, device_peak_gib=peak_gib)
+    lines = [metrics_line(17), line]  # the first step does not count for the time left
+    printed = show_steps(monkeypatch, *lines, terminal=True, width=width, first_step=16)
+    drawn = re.findall(r"18/400 [^\r\n\x1b]*", printed)[-1].rstrip()
+    numbers = ("6.2614", "1.2e-05", "3,222", *memory, "left 3 h 11 min")
+    assert re.search(messages.containing(*numbers), drawn)
+    assert re.findall(r"\S+ GiB", drawn) == memory
+    assert len(drawn) <= width
+
+
+def test_message_on_a_terminal_replaces_the_line_of_the_bar(monkeypatch):
+    written = []
+    monkeypatch.setattr(distributed.os, "write", lambda _, data: written.append(data))
+    for is_terminal in (True, False):
+        monkeypatch.setattr(
+            distributed.os, "isatty", lambda _, is_terminal=is_terminal: is_terminal
+        )
+        distributed.log("stopping")
+    assert written == [b"\r\x1b[2Kstopping\n", b"stopping\n"]

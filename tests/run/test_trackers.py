@@ -1,14 +1,18 @@
 """Trackers: what they receive, and that one that fails or hangs neither delays nor ends a run."""
 
+import http.server
 import json
+import threading
+import time
 
 import pytest
 import yaml
 
+from jaxsp.core.errors import UserError
 from jaxsp.run import config_file, run_directory
 from jaxsp.run.run_directory import Trackers
 from jaxsp.run.trackers import mlflow_tracker, tracker
-from jaxsp.run.trackers.logging_config import TRACKERS
+from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
 from tests import batches, commands
 
 
@@ -97,6 +101,107 @@ def test_only_a_resumed_run_keeps_its_ids_and_an_exception_is_a_failed_run(tmp_p
     with pytest.raises(ZeroDivisionError), Trackers(config, from_step=0, is_resume=False):
         _ = 1 / 0
     assert fakes["mlflow"].received[-1] == ("close", "failed")
+
+
+def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else name)
+    LoggingConfig(trackers=["tensorboard", "mlflow"]).check_installed()
+    with pytest.raises(UserError, match=r"pip install 'jaxsp\[wandb\]'"):
+        LoggingConfig(trackers=["tensorboard", "wandb"]).check_installed()
+
+
+class HangingServer(http.server.ThreadingHTTPServer):
+    """MLflow's server: does not answer requests for the paths in `hanging`."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.hanging = ()
+        self.num_metrics = 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if any(path in self.path for path in self.server.hanging):
+            time.sleep(60)
+        if "log-batch" in self.path:
+            self.server.num_metrics += len(json.loads(body).get("metrics", ()))
+        ids = {"experiment_id": "1", "lifecycle_stage": "active"}
+        info = {"run_id": "0123abcd", "status": "RUNNING", **ids}
+        text = json.dumps({"experiment": ids, "run": {"info": info}})
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        """Prints nothing."""
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = HangingServer()
+    uri = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("WANDB_BASE_URL", uri)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.e2e
+def test_an_mlflow_server_that_hangs_during_the_run_delays_no_step(tmp_path, capfd, server):
+    pytest.importorskip("mlflow", reason="needs mlflow-skinny")
+    config = make_config(tmp_path, "logging.trackers=mlflow")
+    delays = []
+
+    def log(step):
+        began = time.monotonic()
+        running.log({"step": step, "loss": 2.0})
+        delays.append(time.monotonic() - began)
+
+    with Trackers(config, from_step=0, is_resume=False) as running:
+        log(1)
+        deadline = time.monotonic() + 30
+        while not server.num_metrics and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert server.num_metrics == 1
+        server.hanging = ("log-batch", "update")
+        for step in range(2, 60):
+            log(step)
+            time.sleep(0.1)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
+    assert max(delays) < 1
+    failures = [line for line in capfd.readouterr().err.splitlines() if "OFF" in line]
+    assert failures[0].startswith("mlflow: OFF")
+    assert len(failures) <= 2, "of the steps, and of the end"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_server_that_hangs_at_the_start_costs_one_line(
+    tmp_path, capfd, server, monkeypatch, name
+):
+    pytest.importorskip(name)
+    server.hanging = ("",)
+    if name == "wandb":
+        monkeypatch.setattr("jaxsp.run.trackers.wandb_tracker.INIT_TIMEOUT_S", 2.0)
+    began = time.monotonic()
+    with Trackers(
+        make_config(tmp_path, f"logging.trackers={name}"), from_step=0, is_resume=False
+    ) as running:
+        running.log({"step": 1, "loss": 2.0})
+    assert time.monotonic() - began < 40
+    (failure,) = (line for line in capfd.readouterr().err.splitlines() if "OFF" in line)
+    assert failure.startswith(f"{name}: OFF")
 
 
 @pytest.fixture(scope="module")

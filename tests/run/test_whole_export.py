@@ -135,3 +135,14 @@ def test_adapters_are_trained_and_exported_alone_and_merged(folder, capsys):
     merged = check_export(folder, folder / "merged")
     assert merged == pytest.approx(expected, rel=tolerances.EVAL)
     assert merged < losses[-1]
+
+
+@pytest.mark.slow
+def test_a_run_from_random_weights_is_exported_with_the_parts_of_source(folder):
+    words = ("model.source=null", f"model.config={json.dumps(FIELDS['text_config'])}")
+    train(folder, "random", *words, "run.steps=1", groups=1, seq=1)
+    messages.assert_names(messages.read_banner(folder / "random"), "note", "--source")
+    with messages.assert_refused("muse_glimmer_text", "--source", "model.config"):
+        run_export(folder / "random", folder / "none")
+    run_export(folder / "random", folder / "filled", "--source", folder / "model")
+    check_export(folder, folder / "filled")

@@ -1,14 +1,23 @@
 """The pool of pinned host memory is one region, reserved between compiling and loading weights."""
 
+import dataclasses
+import json
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import rich.console
 
 from jaxsp.core import host_memory
-from jaxsp.planning import absent
+from jaxsp.planning import absent, fit
+from jaxsp.planning.fit import MemoryUse
+from jaxsp.run import build, config_file, trainer
 from jaxsp.sharding import host_offload
+from jaxsp.training import train_step
+from tests import batches, small_runs
 
 
 def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device():
@@ -49,3 +58,58 @@ def test_all_devices_reserve_memory_at_the_same_time_and_give_it_back_to_their_p
     assert {array.sharding.memory_kind for array in results} == {host_memory.MEMORY_KIND}
     assert {(array.shape, array.dtype) for array in results} == {((4, 2**20), jnp.dtype("uint8"))}
     assert all(array.is_deleted() for array in results)
+
+
+class Loaded(Exception):
+    """Raised instead of loading weights."""
+
+
+EMPTY = jax.jit(lambda: 0).lower().compile()
+
+
+@pytest.fixture
+def order(tmp_path, monkeypatch):
+    """Function that returns the events of a run until weights are loaded; nothing is compiled."""
+    records = [json.dumps({"input_ids": np.arange(length).tolist()}) for length in (64, 64)]
+    (tmp_path / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+    sections = {
+        "run": {"save_every": None},
+        "model": {"config": batches.SMALL_LLAMA},
+        "batch": {"rows_per_step": 2},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+    }
+    fields = small_runs.make_fields(tmp_path, "data.jsonl", **sections)
+
+    def train(*, is_gpu, host_bytes):
+        events = []
+
+        def load():
+            events.append("load")
+            raise Loaded
+
+        material = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
+        monkeypatch.setattr(fit, "is_gpu", lambda spec: is_gpu)
+        monkeypatch.setattr(train_step, "compile", lambda spec: events.append("compile") or EMPTY)
+        monkeypatch.setattr(fit, "read_memory_use", lambda *_, **__: MemoryUse(0, host_bytes))
+        monkeypatch.setattr(
+            host_offload,
+            "reserve_pool",
+            lambda devices, num_bytes: events.append((tuple(devices), num_bytes)),
+        )
+        weights = types.SimpleNamespace(make=load, reader=None)
+        run = dataclasses.replace(material, weights=weights)
+        with pytest.raises(Loaded):
+            trainer.train(run, rich.console.Console(quiet=True))
+        return events
+
+    return train
+
+
+def test_host_memory_is_reserved_between_compiling_and_loading_weights(order):
+    events = order(is_gpu=True, host_bytes=3 * 2**20)
+    assert events == ["compile", (tuple(jax.devices()[:2]), 3 * 2**20), "load"]
+
+
+@pytest.mark.parametrize(("is_gpu", "host_bytes"), [(True, 0), (False, 2**20)])
+def test_nothing_is_reserved_without_offload_and_on_cpus(order, is_gpu, host_bytes):
+    assert order(is_gpu=is_gpu, host_bytes=host_bytes) == ["compile", "load"]

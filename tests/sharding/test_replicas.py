@@ -13,8 +13,8 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.core import axes
-from jaxsp.sharding import replicas
+from jaxsp.core import axes, host_memory
+from jaxsp.sharding import host_offload, replicas
 from jaxsp.training.train_state import TrainState
 from tests import batches, two_processes
 from tests.checkpoint.test_writer import make_meta
@@ -46,6 +46,26 @@ def test_all_replicas_have_the_bits_of_the_first(name, dtype):
         assert (
             np.asarray(shard.data).tobytes() == np.ascontiguousarray(whole[shard.index]).tobytes()
         )
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < host_offload.MIN_RELEASE,
+    reason="on CPUs, arrays in host memory need jax 0.11.1",
+)
+def test_arrays_in_host_memory_stay_there():
+    place = NamedSharding(batches.mesh(2, 2, 2), PartitionSpec(axes.SHARDS))
+    place = place.with_memory_kind(host_memory.MEMORY_KIND)
+    expected = jax.device_put(np.arange(24, dtype=np.float32).reshape(8, 3), place)
+    first = [shard.data for shard in expected.addressable_shards if shard.device.id < 4]
+    actual = replicas.broadcast(expected, place, first)
+    assert actual.sharding == place
+    assert batches.is_bitwise_equal(actual, expected)
+
+
+def test_only_processes_without_replica_0_receive():
+    mesh = batches.mesh(2, 2, 2)
+    assert not replicas.is_broadcast(mesh), "of one process"
+    assert replicas.find_readers(mesh) == {*mesh.devices.flat}
 
 
 def test_a_checkpoint_is_read_by_the_first_replica(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from jaxsp.system import cluster
 from jaxsp.system.cluster import Process
+from tests.messages import assert_refused
 
 TORCHRUN = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "5"}
 
@@ -93,6 +94,81 @@ def test_arguments_take_precedence_over_variables():
     assert process == Process(index=0, num_processes=2, coordinator="[::1]:80")
 
 
+ADDRESS = "MASTER_ADDR:MASTER_PORT"
+
+INVALID = [
+    ({"RANK": "3"}, {}, "RANK = 3: ", ["WORLD_SIZE", "missing"]),
+    ({"WORLD_SIZE": "3"} | SRUN, {}, "WORLD_SIZE = 3: ", ["RANK", "missing"]),
+    (
+        {"MASTER_ADDR": "node-0"},
+        {},
+        "MASTER_ADDR = node-0: ",
+        ["MASTER_PORT", "WORLD_SIZE", "RANK", "missing"],
+    ),
+    (
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {},
+        "WORLD_SIZE = 2, RANK = 1: ",
+        ["MASTER_ADDR", "MASTER_PORT", "missing"],
+    ),
+    (TORCHRUN | {"RANK": "8"}, {}, "RANK = 8: ", ["WORLD_SIZE = 8", "0", "7"]),
+    (TORCHRUN | {"RANK": "-1"}, {}, "RANK = -1: ", ["0", "RANK=1"]),
+    (TORCHRUN | {"WORLD_SIZE": "0"}, {}, "WORLD_SIZE = 0: ", ["1", "WORLD_SIZE=2"]),
+    (TORCHRUN | {"LOCAL_RANK": "one"}, {}, "LOCAL_RANK = one: ", ["0", "LOCAL_RANK=1"]),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, {}, "LOCAL_WORLD_SIZE = 0: ", ["LOCAL_WORLD_SIZE=2"]),
+    (
+        TORCHRUN | {"MASTER_PORT": "http"},
+        {},
+        f"{ADDRESS} = node-0:http: ",
+        ["1", "65535", "node-0:29500"],
+    ),
+    (
+        TORCHRUN | {"MASTER_PORT": "65536"},
+        {},
+        f"{ADDRESS} = node-0:65536: ",
+        ["1", "65535", "node-0:29500"],
+    ),
+    (OPEN_MPI, {}, "OMPI_COMM_WORLD_SIZE = 8: ", ["process 0", "MASTER_ADDR=HOST"]),
+    (
+        {"OMPI_COMM_WORLD_SIZE": "8"},
+        {},
+        "OMPI_COMM_WORLD_SIZE = 8: ",
+        ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "missing"],
+    ),
+    (
+        {"SLURM_STEP_NUM_TASKS": "8"},
+        {},
+        "SLURM_STEP_NUM_TASKS = 8: ",
+        ["SLURM_PROCID", "SLURM_LOCALID", "missing"],
+    ),
+    (SRUN | {"MASTER_PORT": "1"}, {}, "MASTER_PORT = 1: ", ["MASTER_ADDR", "missing"]),
+    (
+        {},
+        {"process_index": 0},
+        "--process-id = 0: ",
+        ["--coordinator", "--num-processes", "missing"],
+    ),
+    (
+        {},
+        {"coordinator": "node-0", "num_processes": 2, "process_index": 0},
+        "--coordinator = node-0: ",
+        ["1", "65535", "node-0:29500"],
+    ),
+    (
+        {},
+        {"coordinator": "a:1", "num_processes": 2, "process_index": 2},
+        "--process-id = 2: ",
+        ["--num-processes = 2", "0", "1"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("environ", "arguments", "start", "parts"), INVALID)
+def test_missing_and_invalid_values_are_refused(environ, arguments, start, parts):
+    with assert_refused(*parts, start=start):
+        cluster.detect_process(environ, **arguments)
+
+
 @pytest.mark.parametrize(
     ("local_index", "num_local", "num_gpus", "gpus"),
     [
@@ -124,3 +200,21 @@ def test_a_slurm_task_with_its_own_gpus_uses_all_of_them():
         }
     )
     assert cluster.choose_local_gpus(process, 2) is None
+
+
+def test_the_port_that_torchrun_uses_is_not_taken():
+    variables = {
+        "MASTER_ADDR": "a",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for port in ("29500", "61440", "65535"):
+        addresses = [
+            cluster.detect_process({**variables, "MASTER_PORT": port, "RANK": rank}).coordinator
+            for rank in ("0", "1")
+        ]
+        assert addresses[0] == addresses[1] != f"a:{port}"
+    assert cluster.detect_process(
+        {**variables, "MASTER_PORT": "29500", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    )

@@ -1,9 +1,12 @@
 """The folder of compiled programs, by setting, release, devices and processes."""
 
+import pathlib
+
 import jax
 import pytest
 
 from jaxsp.system import hardware, jax_platform
+from tests.messages import assert_refused
 
 OLD = (0, 10, 1)
 NEW = (0, 12, 0)
@@ -49,3 +52,18 @@ def test_auto_keeps_programs_where_that_is_safe(
     }
     assert updates == (expected if is_used else {})
     assert folder.is_dir() == is_used
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_named_folder_is_always_used(monkeypatch, updates, tmp_path, num_processes):
+    simulate(monkeypatch, OLD, 0)
+    jax_platform.enable_cache(str(tmp_path / "programs"), num_processes=num_processes)
+    assert pathlib.Path(updates["jax_compilation_cache_dir"]) == tmp_path / "programs"
+
+
+def test_a_folder_that_cannot_be_used_is_refused(updates, tmp_path):
+    (tmp_path / "file").touch()
+    for setting in (str(tmp_path / "file"), "gs://bucket/programs"):
+        with assert_refused(f"run.compilation_cache = {setting}"):
+            jax_platform.enable_cache(setting)
+    assert updates == {}

@@ -1,13 +1,16 @@
 """Axis sizes of the mesh, its order of devices, and row counts that it can divide."""
 
+import re
 import types
 
 import jax
 import numpy as np
 import pytest
 
+from jaxsp.core.errors import UserError
 from jaxsp.system import device_mesh
 from jaxsp.system.mesh_config import MeshConfig
+from tests.messages import numbers
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,36 @@ from jaxsp.system.mesh_config import MeshConfig
 def test_data_gets_the_remaining_devices(fields, num_devices, sizes):
     resolved = device_mesh.resolve_axis_sizes(MeshConfig(**fields), num_devices)
     assert tuple(resolved.values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("replica", "data", "seq", "num_devices", "counts"),
+    [
+        (1, -1, 3, 8, {3, 8}),
+        (1, -1, 16, 8, {16, 8}),
+        (1, 2, 2, 8, {4, 8}),
+        (2, 2, 4, 8, {16, 8}),
+        (3, -1, 1, 8, {3, 8}),
+        (1, -1, 4, 1, {4, 1}),
+    ],
+)
+def test_the_error_for_a_mesh_that_does_not_fit_suggests_meshes_that_do(
+    replica, data, seq, num_devices, counts
+):
+    config = MeshConfig(replica=replica, data=data, seq=seq)
+    with pytest.raises(UserError) as error:
+        device_mesh.resolve_axis_sizes(config, num_devices)
+    (problem,) = error.value.problems
+    start = f"mesh.replica = {replica}, mesh.data = {data}, mesh.seq = {seq}: "
+    assert problem.startswith(start)
+    assert set(numbers(problem.removeprefix(start))[:2]) == counts, "devices needed and seen"
+    replica, degrees, virtual = re.search(
+        r"mesh\.replica=(\d+) .*mesh\.data=-1 .*mesh\.seq=([\d, or]+), .*virtual_cpu_devices=(\d+)",
+        problem,
+    ).groups()
+    for seq in re.findall(r"\d+", degrees):
+        device_mesh.resolve_axis_sizes(MeshConfig(replica=int(replica), seq=int(seq)), num_devices)
+    device_mesh.resolve_axis_sizes(config, int(virtual))
 
 
 def test_devices_of_a_group_are_neighbors():

@@ -1,6 +1,9 @@
 """Processes of a job: how they join, print and end."""
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -63,3 +66,40 @@ def test_process_0_answers_a_limited_number_of_reads(monkeypatch, num_processes)
     reads_per_s = num_processes / distributed.poll_interval_s()
     assert reads_per_s <= distributed.MAX_POLLS_PER_S
     assert distributed.poll_interval_s() == 0.5 or reads_per_s == distributed.MAX_POLLS_PER_S
+
+
+def test_functions_that_conda_s_python_lacks_are_not_needed(monkeypatch, capfd):
+    monkeypatch.delattr(os, "memfd_create")
+    distributed.log_stacks("hangs")
+    assert "test_functions_that_conda_s_python_lacks" in capfd.readouterr().err
+
+
+def run_program(program):
+    """Runs Python, and captures its output."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def test_output_that_cannot_be_written_does_not_end_a_process():
+    """For example to a terminal that is gone, or to a log on a full disk."""
+    result = run_program("""
+import os
+from jaxsp.system import distributed
+os.close(2)
+os.open("/dev/full", os.O_WRONLY)
+distributed.log("a")
+print("continued")
+""")
+    assert result.stdout == "continued\n"
+
+
+def test_output_of_gloo_is_discarded_and_that_of_jaxsp_is_printed():
+    result = run_program("""
+import os
+from jaxsp.system import distributed
+print("before")
+distributed._discard_gloo_output()
+os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks")
+print("after")
+""")
+    assert result.stdout.splitlines() == ["before", "after"]

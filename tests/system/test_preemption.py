@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from jaxsp.system import preemption
 from jaxsp.system.preemption import Preemption
 from jaxsp.system.watchdog import RunStatus
 from tests import messages
@@ -128,6 +129,11 @@ def test_a_shutdown_that_takes_longer_than_the_grace_ends_immediately_and_prints
     assert re.search(messages.containing("run.shutdown_grace", 25, "1 step", "step 2"), stderr)
 
 
+def test_without_a_checkpoint_all_steps_are_lost(tmp_path):
+    _, _, stderr, _ = run(tmp_path, step_s=100.0)
+    assert re.search(messages.containing("run.shutdown_grace", 25, "3 steps"), stderr)
+
+
 def test_a_second_signal_ends_the_process_immediately(tmp_path):
     code, _, stderr, seconds = run(tmp_path, final_sleep_s=100.0, repeat_after_s=1.5)
     assert code == 128 + signal.SIGTERM
@@ -135,7 +141,69 @@ def test_a_second_signal_ends_the_process_immediately(tmp_path):
     assert seconds < 10
 
 
+def test_signals_within_a_second_count_as_one(tmp_path):
+    code, stdout, _, _ = run(tmp_path, final_sleep_s=1.0, repeat_after_s=0.2)
+    assert (code, stdout) == (0, "next step: False\n")
+
+
 def test_a_run_stops_after_its_time_even_if_the_step_takes_long(tmp_path):
     code, stdout, stderr, _ = run(tmp_path, stop_after_s=0.6, step_s=100.0)
     assert (code, stdout) == (0, "next step: False\n")
     assert re.search(messages.containing("run.stop_after = 0.6s", "step 3"), stderr)
+
+
+@pytest.mark.parametrize("number", preemption.SIGNALS)
+def test_signals_that_nohup_or_a_shell_ignores_stay_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
+    others = {*preemption.SIGNALS} - {number}
+    handlers = {other: signal.getsignal(other) for other in others}
+    try:
+        with Preemption(RunStatus()).listen():
+            assert signal.getsignal(number) is signal.SIG_IGN
+            assert all(signal.getsignal(other) is not handlers[other] for other in others)
+        assert {other: signal.getsignal(other) for other in others} == handlers
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_terminal_that_closes_may_send_several_signals(monkeypatch):
+    monkeypatch.setattr(preemption.distributed, "log", lambda text: pytest.fail(text))
+    stop = Preemption(RunStatus())
+    stop._handle_signal(signal.SIGTERM)
+    stop._signal_time -= 2
+    stop._handle_signal(signal.SIGHUP)
+    assert stop.reason == "SIGTERM"
+
+
+def test_child_processes_do_not_inherit_the_signal_handlers():
+    program = """
+import signal, subprocess, sys, time
+from jaxsp.system import preemption, watchdog
+stop = preemption.Preemption(watchdog.RunStatus())
+with stop.listen():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    time.sleep(0.5)
+    child.send_signal(signal.SIGTERM)
+    print(child.wait(), stop.reason)
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == f"{-signal.SIGTERM} None\n"
+
+
+@pytest.mark.parametrize(
+    ("reason", "remaining_s", "parts"),
+    [
+        ("SIGINT", 0.2, ["step 74", "Ctrl-C"]),
+        ("SIGTERM to process 1", 9.7, ["SIGTERM to process 1", "step 74", "10 s", "SIGTERM"]),
+        ("SIGHUP", 0.2, ["SIGHUP", "step 74", "SIGTERM"]),
+        ("run.stop_after = 30m", 0.2, ["run.stop_after = 30m", "step 74", "Ctrl-C"]),
+    ],
+)
+def test_the_stop_message_names_the_last_step_and_how_to_end_immediately(
+    reason, remaining_s, parts
+):
+    message = preemption.stop_message(reason, stop_step=74, remaining_s=remaining_s)
+    assert re.match(".*" + messages.containing(*parts), message)
+    assert "SIGINT" not in message, "the user who pressed Ctrl-C knows it"
+    assert bool(re.search(r"\d s\b", message)) == (remaining_s > 1)

@@ -41,6 +41,20 @@ def test_an_address_is_shown_without_its_credentials(address, shown):
     assert redaction.strip_credentials(address).rpartition("://")[2] == shown
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "sqlite:////home/me@corp/mlflow.db",
+        "/data/me@corp",
+        "databricks",
+        "http://host:5000/a",
+        "a@b",
+    ],
+)
+def test_an_address_without_credentials_is_unchanged(address):
+    assert redaction.strip_credentials(address) == address
+
+
 @pytest.mark.parametrize("password", PASSWORDS)
 def test_the_password_of_a_variable_is_hidden_in_every_form(password):
     uri = f"http://user:{password}@host:5000/?key=QUERY-VALUE"

@@ -75,6 +75,17 @@ def test_a_living_holder_is_named_and_a_dead_one_is_replaced(tmp_path, capsys):
         assert capsys.readouterr().out == "", "the previous run has removed its file"
 
 
+def test_a_holder_without_a_readable_description_still_holds_the_lock(tmp_path):
+    with (tmp_path / run_lock.LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for text in ("", '{"host": "a', "[]"):
+            (tmp_path / run_lock.HOLDER_FILE).write_text(text)
+            parts = messages.containing(f"run.directory = {tmp_path}", "process")
+            with pytest.raises(UserError, match=parts) as error:
+                run_lock.lock(tmp_path).__enter__()
+            assert "None" not in str(error.value)
+
+
 def test_a_holder_on_another_node_is_alive_while_its_heartbeat_changes(
     tmp_path, monkeypatch, capsys
 ):
@@ -108,3 +119,30 @@ def test_a_file_system_without_locks_is_refused_with_a_suggestion(tmp_path, monk
     parts = messages.containing(f"run.directory = {tmp_path}/run", "No locks available", "-o flock")
     with pytest.raises(UserError, match=parts):
         run_lock.lock(tmp_path / "run").__enter__()
+
+
+def test_files_created_for_the_lock_are_removed_if_no_run_starts(tmp_path):
+    with run_lock.lock(tmp_path / "a/b"), run_lock.lock(tmp_path / "a/b"):
+        assert (tmp_path / "a/b" / run_lock.HOLDER_FILE).exists()
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").touch()
+    with pytest.raises(ZeroDivisionError), run_lock.lock(tmp_path / "mine"):
+        raise ZeroDivisionError
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
+    with run_lock.lock(tmp_path / "mine"):
+        (tmp_path / "mine/config.yaml").touch()
+    lock = tmp_path / "mine" / run_lock.LOCK_FILE
+    assert lock.exists(), "the lock of a run that has started stays"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("name", ["loop", "file"])
+def test_every_process_refuses_a_path_that_cannot_be_a_folder(tmp_path, monkeypatch, name, index):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.setattr("jax.process_index", lambda: index)
+    with pytest.raises(UserError) as error:
+        run_lock.lock(tmp_path / name).__enter__()
+    (problem,) = error.value.problems
+    assert problem.startswith(f"run.directory = {tmp_path / name}: ")

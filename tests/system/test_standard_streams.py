@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -55,3 +57,27 @@ def test_output_that_cannot_be_written_is_lost(make, is_unbuffered, monkeypatch)
             print("a" * 100_000, file=stream, flush=True)
     os.close(fd)
     assert failures == []
+
+
+def test_characters_that_the_encoding_lacks_are_escaped():
+    reader, writer = os.pipe()
+    with (
+        open(os.devnull, "w", encoding="ascii") as like,
+        standard_streams.open_output(writer, like) as stream,
+    ):
+        rich.console.Console(file=stream).print("⟦é⟧")
+    os.close(writer)
+    with open(reader, "rb") as output:
+        assert output.read() == rb"\u27e6\xe9\u27e7" + b"\n"
+
+
+@pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", ">&-", "2>&-"])
+def test_files_do_not_get_the_numbers_of_closed_streams(redirection):
+    program = (
+        "import os, sys; from jaxsp.system import standard_streams; standard_streams.protect(); "
+        "print('a', flush=True); print('b', file=sys.stderr); os.write(1, b'c'); "
+        "sys.exit(os.open(os.devnull, 0) - 3)"
+    )
+    command = f'"$0" -c "$1" {redirection}'
+    done = subprocess.run(["sh", "-c", command, sys.executable, program], check=False)
+    assert done.returncode == 0

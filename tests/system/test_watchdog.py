@@ -4,14 +4,17 @@ import dataclasses
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
 import pytest
 
 from jaxsp.core import exit_codes
+from jaxsp.system import watchdog
 from jaxsp.system.watchdog import Activity, RunStatus, Watchdog
 from tests import messages
 
@@ -55,6 +58,25 @@ def test_the_limit_is_10_times_the_expected_time_and_10_minutes_or_that_of_the_c
     assert dog.choose_timeout(activity)[0] == seconds
 
 
+@pytest.mark.parametrize(
+    ("fields", "used_s", "is_hung"),
+    [({}, 0.1, True), ({}, 9.0, False), ({"expected_s": 1.0}, 9.0, True)],
+)
+def test_a_first_step_on_cpus_hangs_if_it_uses_no_cpu_time(monkeypatch, fields, used_s, is_hung):
+    """A step whose duration is known hangs also if it computes, for example in a loop."""
+    aborted = []
+    monkeypatch.setattr(watchdog.distributed, "abort_job", aborted.append)
+    monkeypatch.setattr(watchdog.distributed, "log_stacks", lambda text: None)
+    cpu_s = time.process_time()
+    monkeypatch.setattr(watchdog.time, "process_time", lambda: cpu_s)
+    status = RunStatus()
+    dog = Watchdog(status, has_cpu_devices=True)
+    status.activity = activity(last_progress=time.monotonic() - 700, **fields)
+    cpu_s += used_s
+    dog._check_activity()
+    assert aborted == ([exit_codes.HUNG] if is_hung else [])
+
+
 @pytest.mark.e2e
 def test_a_process_that_hangs_prints_its_stacks_and_keeps_its_heartbeat_file(tmp_path):
     start_s = time.monotonic()
@@ -68,6 +90,58 @@ def test_a_process_that_hangs_prints_its_stacks_and_keeps_its_heartbeat_file(tmp
     assert heartbeat["step"] == 7
     assert heartbeat["activity"] == "step 8"
     assert abs(heartbeat["written_at"] - time.time()) < 60
+
+
+BLOCK = """
+import time
+from jaxsp.core import files
+from jaxsp.system import distributed, watchdog
+watchdog.MESSAGE_TIMEOUT_S = 0.5
+{} = lambda *_: time.sleep(100)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("function", ["files.write_atomic", "distributed.log"])
+def test_a_disk_that_does_not_answer_does_not_block_the_watchdog(tmp_path, function):
+    start_s = time.monotonic()
+    command = [sys.executable, "-c", BLOCK.format(function) + HANG, tmp_path]
+    result = subprocess.run(command, timeout=60, check=False)
+    assert result.returncode == exit_codes.HUNG
+    assert time.monotonic() - start_s < 30
+
+
+@pytest.mark.e2e
+def test_a_process_that_was_suspended_does_not_count_as_hung(tmp_path):
+    progress = """
+    print("ready", flush=True)
+    for _ in range(60):
+        status.heartbeat()
+        time.sleep(0.05)
+"""
+    program = HANG.replace("    time.sleep(100)\n", progress)
+    command = [sys.executable, "-c", program, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(watchdog.HEARTBEAT_INTERVAL_S + 2)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 0
+
+
+def test_a_progress_bar_does_not_count_as_progress_of_a_write(monkeypatch):
+    status = RunStatus()
+    dog = Watchdog(status)
+    status.activity = Activity(description="the checkpoint of step 2", is_writing=True)
+    start = dataclasses.replace(status.activity)
+    num_bytes = 0
+    monkeypatch.setattr(watchdog, "read_bytes_written", lambda: num_bytes)
+    for num_bytes in range(0, 9 * 2**18, 2**18):  # noqa: B007 - read by the lambda
+        dog._check_activity()
+    assert status.activity == start
+    num_bytes = 2**22
+    dog._check_activity()
+    assert status.activity.last_progress > start.last_progress
 
 
 @pytest.mark.e2e
@@ -103,6 +177,28 @@ def test_compiling_is_not_watched_and_the_activity_continues_after_it(fails):
     assert last_progress > start.last_progress + 0.005
 
 
+@pytest.mark.e2e
+def test_a_slow_write_of_a_checkpoint_counts_as_progress(tmp_path):
+    status = RunStatus()
+    with Watchdog(status, step_timeout=timedelta(seconds=1.2)):
+        status.activity = Activity(description="the checkpoint of step 1", is_writing=True)
+        with (tmp_path / "state").open("wb") as file:
+            for _ in range(10):
+                file.write(bytes(2**22))
+                file.flush()
+                time.sleep(0.25)
+
+
+def test_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nothing(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(watchdog, "HEARTBEAT_INTERVAL_S", 0.05)
+    with Watchdog(RunStatus(), heartbeat_file=tmp_path / "not there/heartbeat.json"):
+        time.sleep(0.5)
+    report = messages.containing("heartbeat.json", "No such file or directory")
+    assert len(re.findall(report, capfd.readouterr().err)) == 1
+
+
 def test_the_expected_time_of_a_step_is_the_median_of_the_last_ones():
     status = RunStatus()
     for step, seconds in enumerate([9.0, 30.0, 10.0], 1):
@@ -113,3 +209,12 @@ def test_the_expected_time_of_a_step_is_the_median_of_the_last_ones():
     assert status.activity.expected_s == 10.0
     status.dispatched()
     assert 19.0 < status.remaining_s() <= 20.0
+
+
+def test_a_watchdog_that_is_closed_does_not_end_the_process():
+    status = RunStatus()
+    with Watchdog(status, step_timeout=timedelta(seconds=0.3)):
+        pass
+    status.waiting_for_step(1)
+    time.sleep(0.6)
+    assert "watchdog" not in {thread.name for thread in threading.enumerate()}

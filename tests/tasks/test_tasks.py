@@ -6,6 +6,8 @@ import zlib
 import numpy as np
 import pytest
 
+from jaxsp.core.errors import UserError
+from jaxsp.tasks import frequent_words, haystack
 from jaxsp.tasks.eval_config import TASK
 from tests.tasks import solutions, tokenizers
 
@@ -107,6 +109,13 @@ def test_samples_depend_on_the_seed_and_not_on_the_number_of_them(task):
     assert len({*ids(), *ids(seed=1)}) == 2 * len(ids())
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_all_lengths_have_the_same_questions(task):
+    for short, long in zip(make(task), make(task, length=3000), strict=True):
+        for first, second in zip(texts(short), texts(long), strict=True):
+            assert first.rpartition("\nQ")[2] == second.rpartition("\nQ")[2]
+
+
 def test_samples_are_the_same_on_every_machine():
     for task, (answer, checksum) in RECORDED.items():
         sample = make(task)[1]
@@ -124,3 +133,40 @@ RECORDED = {
 }
 """Answers, and checksums of prompts of 512 bytes. A change of words or templates changes them, and
 with them the results of every model."""
+
+
+def test_no_sentence_has_a_key_or_a_code_and_none_is_twice():
+    sentences = haystack.make_sentences()
+    assert len(set(sentences)) == len(sentences) == 8192
+    for sentence in sentences:
+        assert re.fullmatch(r"[A-Z][a-z, ]+\.\n", sentence)
+        assert "access code" not in sentence
+
+
+def test_keys_and_values_of_a_sample_are_different():
+    for task in ("multi_key", "multi_query"):
+        for sample in make(task, length=600, number=50):
+            prompt, _ = texts(sample)
+            pairs = re.findall(r"The access code of (\S+) is (\d{7})\.", prompt)
+            keys, values = map(set, zip(*pairs, strict=True))
+            assert len(pairs) == len(keys) == len(values) == 4
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_smallest_length_that_works_is_suggested(task):
+    with pytest.raises(
+        UserError, match=rf"^eval.tasks.0.lengths = 64: .*{task}.* or more"
+    ) as error:
+        make(task, length=64, reserved_tokens=1, field="eval.tasks.0.lengths")
+    smallest = int(re.findall(r"Use (\d+) or more", str(error.value))[0])
+    assert smallest <= 512
+    assert make(task, length=smallest, reserved_tokens=1)
+    with pytest.raises(UserError, match=f"at least {smallest},"):
+        make(task, length=smallest - 1, reserved_tokens=1)
+
+
+def test_counts_of_the_words_that_matter_always_differ():
+    for num_dots in range(frequent_words._MIN_DOTS, 10_000):
+        counts = frequent_words._count(num_dots, 5)
+        assert (np.diff(counts) < 0).all(), num_dots
+    assert (np.diff(frequent_words._count(frequent_words._MIN_DOTS - 1, 5)) == 0).any()

@@ -11,11 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsp.blocks import dropout
 from jaxsp.blocks.config import Lora
+from jaxsp.core.errors import UserError
+from jaxsp.model import adapters
+from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.sharding import quantization
 from jaxsp.training import trainable
 from tests import batches, tolerances
 from tests.attention.strategies import make_strategy
+from tests.messages import assert_names
 from tests.training import runs
 from tests.training.test_memory_options import NEEDS_HOST, works_here
 
@@ -69,6 +74,9 @@ OF_EXPERTS = dataclasses.replace(
     targets=PROJECTIONS[:1],
     target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 )
+DOWN_ONLY = dataclasses.replace(
+    OF_EXPERTS, targets=(), target_parameters=("mlp.experts.down_proj",)
+)
 CASES |= {
     "matrices of experts": Case((1, 2, 4), OF_EXPERTS, memory=TILES, has_experts=True),
     "matrices of experts in nf4": Case(
@@ -77,6 +85,7 @@ CASES |= {
     "matrices of experts offloaded": Case(
         (1, 2, 4), OF_EXPERTS, memory=HOST | TILES | STACK, has_experts=True
     ),
+    "experts only": Case((1, 8, 1), DOWN_ONLY, has_experts=True),
 }
 E2E = ("nf4", "all offloaded")
 
@@ -186,3 +195,56 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits
         assert result[:2] == pytest.approx(expected[:2], rel=tolerances.MESH)
         for path, weight in expected[2].items():
             assert batches.relative_error(result[2][path], weight) < tolerances.MESH, path
+
+
+def test_dropout_keeps_the_expected_fraction_and_mean():
+    x = jnp.ones((2, 50, 400))
+    keys = dropout.make_token_keys(
+        seed=0, step=jnp.int32(3), rows_B=jnp.arange(2), tokens_l=jnp.arange(50)
+    )
+    dropped = dropout.drop(x, keys, name="q_proj", rate=0.25)
+    other = dropout.drop(x, keys, name="v_proj", rate=0.25)
+    assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
+    assert float(((dropped == 0) & (other == 0)).mean()) == pytest.approx(0.0625, abs=0.01)
+
+
+def test_matrices_of_experts_are_quantized_and_routers_are_not():
+    config = batches.make_config(adapter=PLAIN | {"quantization": "nf4"})
+    model = adapters.add_adapter(batches.expert_model(), config.adapter)
+    formats = {
+        param.hf_name.removeprefix("model.layers.{layer}.").removesuffix(".weight"): param.frozen_as
+        for param in jax.tree.leaves(trainable.build_table(model, config.step)["layers"])
+    }
+    experts = [f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")]
+    assert {formats[name] for name in (*experts, "self_attn.q_proj")} == {"nf4"}
+    assert formats["mlp.gate"] == "float32"
+
+
+@pytest.mark.parametrize("has_own_names", [True, False])
+def test_projections_do_not_include_experts_and_routers(has_own_names):
+    """Nor projections that PEFT would take for experts because of their names."""
+    model = batches.expert_model()
+    sizes = dataclasses.replace(model.experts, has_own_names=has_own_names)
+    model = dataclasses.replace(model, experts=sizes)
+    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
+    shared = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+    expected = attention | {"mlp.shared_expert_gate"} | (set() if has_own_names else shared)
+    assert set(adapters.find_targets(model, "all-linear")) == expected
+    names = ("gate", "experts", "gate_up_proj", *(["down_proj"] if has_own_names else []))
+    for name in names:
+        with pytest.raises(UserError) as caught:
+            adapters.find_targets(model, ("q_proj", name))
+        words = (f"{name} would match experts or routers", "mlp.experts.down_proj", "all-linear")
+        assert_names(caught.value, *words)
+
+
+NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def test_names_of_experts_may_be_shortened_and_in_any_order():
+    section = AdapterConfig(
+        type="lora", targets=(), target_parameters=("down_proj", "experts.gate_up_proj")
+    )
+    lora = adapters.add_adapter(batches.expert_model(), section).lora
+    assert (lora.targets, lora.target_parameters) == ((), NAMES)

@@ -6,9 +6,12 @@ import jax
 import pytest
 
 from jaxsp.core import axes
+from jaxsp.core.errors import UserError
 from jaxsp.planning import absent
 from jaxsp.system import device_mesh
 from jaxsp.training import compile_options
+from jaxsp.training.compile_options import CompileOptions
+from tests import messages
 from tests.planning import programs
 
 FULL = {  # since 0.11.1
@@ -99,6 +102,43 @@ def test_programs_get_the_options_that_help_them(gpus, version, words, step, siz
     assert ("are prefetched" in actual.description) == (PREFETCH.items() <= expected.items())
 
 
+def test_cpus_get_no_options():
+    actual = compile_options.choose_options(
+        programs.settings(OFFLOAD).step, mesh=mesh(2, 4), environ={}, version="0.12.0.1", **STEP
+    )
+    assert actual == CompileOptions(options={}, description="")
+
+
+@pytest.mark.parametrize("name", sorted(BASE | OVERLAP | PREFETCH))
+def test_options_in_xla_flags_override_own_options(gpus, name, tmp_path):
+    ours = BASE | OVERLAP | PREFETCH
+    rest = {other: value for other, value in ours.items() if other != name}
+    flags = f"--xla_gpu_autotune_level=0 --{name}=false"
+    file = tmp_path / "flags"
+    file.write_text(flags)
+    for xla_flags in (flags, str(file)):
+        actual = choose(gpus, OFFLOAD, flags=xla_flags, is_tiled=True)
+        assert actual.options == rest
+        assert actual.description.endswith(f"XLA_FLAGS: xla_gpu_autotune_level, {name}")
+    assert choose(gpus, OFFLOAD, flags="--xla_gpu_autotune_level=0", is_tiled=True).options == ours
+    assert choose(gpus, OFFLOAD, flags=str(tmp_path / "none"), is_tiled=True).options == ours
+
+
+@pytest.mark.parametrize("name", sorted(OVERLAP | PREFETCH))
+def test_options_in_the_config_override_xla_flags_and_own_options(gpus, name):
+    word = f"run.xla_options={{{name}: false, xla_gpu_memory_limit_slop_factor: 80}}"
+    flags = f"--xla_gpu_memory_limit_slop_factor=70 --{name}=true --xla_gpu_autotune_level=0"
+    own = {name: False, "xla_gpu_memory_limit_slop_factor": 80}
+    actual = choose(gpus, OFFLOAD, word, flags=flags, is_tiled=True)
+    assert actual.options == BASE | OVERLAP | PREFETCH | own
+    lines = f"run.xla_options: {name}=false, xla_gpu_memory_limit_slop_factor=80"
+    assert actual.description.endswith(f"{lines}; XLA_FLAGS: xla_gpu_autotune_level")
+    on_cpu = compile_options.choose_options(
+        programs.settings(word).step, mesh=mesh(1, 1), environ={}, version="0.12.0.1", **STEP
+    )
+    assert (on_cpu.options, on_cpu.description) == (own, lines)
+
+
 FIXED = {"xla_gpu_deterministic_ops": True}
 
 
@@ -116,6 +156,15 @@ def test_a_deterministic_run_gets_its_options_in_every_release(gpus, version, ex
     assert actual.options == expected
     assert actual.is_deterministic
     assert "deterministic" in actual.description
+
+
+def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
+    words = ("run.deterministic=true", "run.xla_options={xla_gpu_deterministic_ops: false}")
+    field = "run.xla_options.xla_gpu_deterministic_ops = false"
+    says = messages.containing(field, "run.deterministic = true")
+    with pytest.raises(UserError, match=says):
+        choose(gpus, *words)
+    choose(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")
 
 
 @pytest.mark.e2e

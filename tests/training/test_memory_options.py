@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.kernels.kernel import KernelSettings
+from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
@@ -313,6 +314,16 @@ def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small
     assert attention_kept.count("dot_general") - none.count("dot_general") >= 5
 
 
+@pytest.mark.slow
+def test_attention_and_mlp_makes_two_products_less_again(small_waits):
+    """The products of gate and up; those between are recomputed as with save_attention."""
+    shapes, kept_too = kept({"remat": "save_attention_and_mlp"})
+    _, attention_kept = kept({"remat": "save_attention"})
+    assert shapes.count(((1, 16, runs.MODEL.intermediate_size), "bfloat16")) == 2
+    # gate or up is not recomputed with attention either: the result of one of them is not used
+    assert attention_kept.count("dot_general") - kept_too.count("dot_general") in (1, 2)
+
+
 def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
     stacked, _ = residuals(
         remat="save_attention_and_mlp", offload_activations="layer_inputs_and_attention"
@@ -341,6 +352,30 @@ def test_releases_with_wrong_gradients_are_refused_activation_offload(version):
     (message,) = problems(version, "gpu", offload_activations="layer_inputs")
     says = ("memory.offload_activations = layer_inputs", version, "memory.offload_activations=none")
     assert re.match(messages.containing(*says), message)
+
+
+@pytest.mark.parametrize(
+    ("level", "version", "field", "is_refused"),
+    [
+        ("O1", "0.11.1", "offload_activations", True),
+        ("O2", "0.11.1", "offload_optimizer", True),
+        ("O0", "0.11.1", "offload_activations", False),
+        ("O1", "0.11.2", "offload_activations", False),
+        ("O1", "0.11.1", None, False),
+    ],
+)
+def test_double_buffered_loops_of_old_releases_copy_no_offloaded_arrays(
+    level, version, field, is_refused
+):
+    values = {"offload_activations": "layer_inputs", "offload_optimizer": "state"}
+    memory = {} if field is None else {field: values[field]}
+    jax.config.update("jax_optimization_level", level)
+    try:
+        found = problems(version, "gpu", **memory)
+    finally:
+        jax.config.update("jax_optimization_level", "UNKNOWN")
+    assert len(found) == is_refused
+    assert all(text.startswith(f"JAX_OPTIMIZATION_LEVEL = {level}: ") for text in found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -470,3 +505,49 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
             dataclasses.replace(node, room=0.9),
             memory={"offload_activations": "layer_inputs"},
         )
+
+
+@pytest.mark.parametrize(
+    "node", [gpus(1.2, uncounted=units.GIB // 2), gpus(0.9, limit=1.2)], ids=["estimate", "margin"]
+)
+def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
+    actual = ready(monkeypatch, node, memory={"remat": "full"})
+    assert actual.memory_use.device == units.GIB
+    without_shortage = dataclasses.replace(actual, shortage="")
+    assert descriptions.describe_compiled(actual) != descriptions.describe_compiled(
+        without_shortage
+    )
+    fits = ready(monkeypatch, gpus(1.6, uncounted=units.GIB // 2), memory={"remat": "full"})
+    assert fits.shortage == ""
+
+
+@pytest.mark.parametrize(
+    ("during_attention", "layers", "there", "fails"),
+    [
+        ("never", "alike", 2 * 3840 - 1, True),
+        ("never", "alike", 2 * 3840, False),
+        ("always", "alike", 2 * 3840 - 1, True),
+        ("always", "alike", 2 * 3840, False),
+        ("never", "one differs", 2 * 3840 - 1, True),
+        ("never", "one differs", 2 * 3840, False),
+    ],
+)
+def test_a_gpu_that_offloads_less_than_requested_ends_the_run(
+    monkeypatch, during_attention, layers, there, fails
+):
+    """One array may be left out: of two layers' inputs and a gradient, and of the inputs of three
+    layers of which one is not in a loop."""
+    memory = {"remat": "full", "offload_during_attention": during_attention}
+    model = batches.model()
+    if layers == "one differs":
+        model = batches.expert_model(num_layers=3)
+        first = dataclasses.replace(model.layers[0], feed_forward=MLP)
+        model = dataclasses.replace(model, layers=(first, *model.layers[1:]))
+    actual = runs.make_spec({"offload_activations": "layer_inputs", **memory}, model=model)
+    monkeypatch.setattr(fit, "is_gpu", lambda spec: True)
+    needs = MemoryUse(0, there)
+    if not fails:
+        fit.check_offloads(actual, needs)
+        return
+    with pytest.raises(RuntimeError, match=messages.containing("memory.offload_activations=none")):
+        fit.check_offloads(actual, needs)

@@ -15,7 +15,7 @@ from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import host_memory
-from jaxsp.optimizers import matrix_exchange, optimizer
+from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
 from jaxsp.planning import hlo
 from jaxsp.sharding import host_offload
 from jaxsp.training.train_state import TrainState
@@ -127,6 +127,19 @@ def test_muon_exchanges_a_group_of_layers_for_each_shard_at_a_time():
     assert matrix_exchange.group_size(whole, 4) == 1
 
 
+def test_newton_schulz_brings_singular_values_near_one():
+    """Matrices are tall and wide, with singular values down to 1 % of the largest."""
+    rng = np.random.default_rng(0)
+    left, _ = np.linalg.qr(rng.standard_normal((40, 24)))
+    right, _ = np.linalg.qr(rng.standard_normal((24, 24)))
+    tall = (left * np.geomspace(1, 0.01, 24)) @ right.T
+    for matrix in (tall, tall.T):
+        param = Parameter(shape=matrix.shape, hf_name="", layers=(0,))
+        actual = muon.orthogonalize(param, jnp.float32(matrix[None]))
+        values = np.linalg.svd(np.asarray(actual[0]) / (0.2 * 40**0.5), compute_uv=False)
+        assert 0.65 < values.min() < values.max() < 1.25
+
+
 # State
 
 STATE_BYTES = {
@@ -219,6 +232,31 @@ def test_a_state_in_host_memory_gives_the_same_weights(name, monkeypatch):
 
 
 # Moments of 8 bits
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_number_is_stored_as_the_nearest_entry_of_its_block(is_signed):
+    rng = np.random.default_rng(3)
+    numbers = np.float32(rng.standard_normal((5, 300)) ** 3)
+    numbers[0, :3] = (0, 1e-9, 0)
+    if not is_signed:
+        numbers = np.abs(numbers)
+    quantize = functools.partial(adamw8bit.quantize, is_signed=is_signed)
+    stored = quantize(jnp.asarray(numbers))
+    table = np.float64(adamw8bit.make_table(128 if is_signed else 256))
+    assert table[-1] == 1
+    for row in range(5):
+        for block in (slice(0, 256), slice(256, 300)):
+            part = np.float64(numbers[row, block])
+            scale = np.abs(part).max()
+            nearest = np.abs(table - np.abs(part)[:, None] / scale).argmin(1)
+            if not is_signed:
+                nearest = np.where(part > 0, np.maximum(nearest, 1), nearest)
+            expected = np.sign(part) * table[nearest] * scale
+            actual = np.asarray(adamw8bit.dequantize(stored))[row, block]
+            assert batches.relative_error(actual, expected) < 1e-6
+    if not is_signed:
+        assert np.array_equal(np.asarray(stored.codes) == 0, numbers == 0)
 
 
 def test_moments_of_8_bits_are_near_those_of_32_bits():

@@ -11,6 +11,7 @@ import pytest
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core.batch import NO_LABEL
+from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Kto, Orpo, Robust, Simpo
@@ -127,6 +128,24 @@ def make_pairs(logps, counts=1.0):
     )
 
 
+def test_orpo_is_finite_for_answers_of_probability_1():
+    pairs = make_pairs([[0, -5], [-5, 0], [0, 0]])
+    losses_P, derivatives_P2 = derivatives.differentiate(OBJECTIVES["orpo"], pairs)
+    assert np.isfinite(losses_P).all()
+    assert np.isfinite(derivatives_P2).all()
+
+
+def test_rewards_that_differ_by_rounding_only_are_equal_and_means_of_long_answers_are_not():
+    config = OBJECTIVES["simpo"]
+    pairs = make_pairs([[-100000, -105000]], counts=100000.0)
+    sums = derivatives.measure(config, pairs, jnp.zeros(1))
+    assert sums["num_pairs_right"] == 1
+    config = OBJECTIVES["dpo"]
+    pairs = make_pairs([[-100, -100.00003], [-100, -101]])
+    sums = derivatives.measure(config, pairs, jnp.zeros(2))
+    assert sums["num_pairs_right"] == 1
+
+
 MESHES = {
     "one device, 8 microbatches": {"sizes": (1, 1, 1)},
     "data 4, replica 2": {"sizes": (2, 4, 1)},
@@ -158,3 +177,27 @@ def test_pairs_in_two_rows_are_those_in_one(rows_per_microbatch):
     )
     assert preferences.pack(RECORDS, spec).num_split_pairs > 2
     check_step(OBJECTIVES["dpo"], spec)
+
+
+@pytest.mark.slow
+def test_the_reference_point_of_kto_is_that_of_the_whole_step():
+    objective = OBJECTIVES["kto"]
+    results = check_step(objective, make_spec(objective, (1, 2, 2)))
+    assert results["num_chosen"] == RECORDS.is_desirable.sum()
+
+
+@pytest.mark.slow
+def test_other_pairs_do_not_change_the_sums_of_a_document():
+    spec = make_spec(OBJECTIVES["dpo"], (1, 2, 2), rows_per_microbatch=4)
+    master = runs.put_weights(spec.table, WEIGHTS, spec.mesh)
+
+    def score(records):
+        sums = Evaluator(spec, []).score(preferences.pack(records, spec), master)
+        return sums.losses_D.reshape(-1, 2)
+
+    before = score(RECORDS)
+    after = score(RECORDS.replace_document(7))
+    changed = (before != after).any(1)
+    assert changed.sum() == 1, "the pair of the changed document"
+    other = (before != after)[changed]
+    assert other.sum() == 1, "only the changed document"

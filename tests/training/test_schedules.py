@@ -32,6 +32,20 @@ def test_learning_rates(schedule, after_warmup):
 
 
 @pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", [8, 6.2, 4.4, 2.6, 0.8]),
+        ("cosine", [0.8 + 7.2 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(5)]),
+        ("wsd", [8, 8, 8, 8 - 7.2 * 0.5**0.5, 0.8]),
+    ],
+)
+def test_a_schedule_ends_at_its_minimum(schedule, expected):
+    options = {"decay_steps": 2} if schedule == "wsd" else {}
+    actual = rates(4, schedule=schedule, min_learning_rate_fraction=0.1, **options)
+    assert actual == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
     ("shape", "decay"),
     [
         ("sqrt", lambda x: 1 - math.sqrt(x)),
@@ -46,6 +60,39 @@ def test_wsd_is_stable_and_decays_in_the_last_steps_of_the_run(shape, decay):
         actual = rates(num_steps, **options)
         expected = [4, *[8] * (num_steps - 5), *(8 * decay(x / 4) for x in range(5))]
         assert actual == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_steps", "num_decay_steps"),
+    [
+        ({}, 100, 20),
+        ({"decay_fraction": 0.1}, 101, 11),
+        ({"decay_fraction": 0.07}, 100, 7),
+        ({"decay_steps": 30}, 100, 30),
+        ({"decay_steps": 30}, 10, 10),
+        ({"decay_steps": 30, "warmup_steps": 4}, 10, 6),
+        ({"decay_fraction": 1.0, "warmup_fraction": 0.5}, 10, 5),
+        ({"warmup_steps": 10}, 5, 1),
+    ],
+    ids=str,
+)
+def test_number_of_decay_steps(options, num_steps, num_decay_steps):
+    """A decay that does not fit begins at the end of the warmup."""
+    own = {name: value for name, value in options.items() if name.startswith("decay")}
+    warmup = {name: value for name, value in options.items() if name not in own}
+    config = batches.make_config(schedule={"type": "wsd", **own}, **warmup).optimizer
+    num_warmup_steps = config.num_warmup_steps(num_steps)
+    assert config.schedule.num_decay_steps(num_steps, num_warmup_steps) == num_decay_steps
+    assert min(rates(num_steps, schedule="wsd", **options)) >= 0
+
+
+def test_inverse_sqrt_falls_from_the_end_of_the_warmup():
+    """Equation 3 of arXiv:1706.03762, with the peak as its scale."""
+    actual = rates(40, schedule="inverse_sqrt", warmup_steps=4)
+    expected = [8 * 2 * min(step**-0.5, step * 4**-1.5) for step in range(1, 42)]
+    assert actual == pytest.approx(expected, rel=1e-5)
+    assert actual[3] == max(actual) == 8
+    assert actual[15] == pytest.approx(4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Placement of weights on devices, and random weights."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,7 +9,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.model import decoder
 from jaxsp.sharding import replicas, sharding
-from jaxsp.sharding.sharding import Placement
+from jaxsp.sharding.sharding import Gather, Placement, Shard
 from jaxsp.training import weight_init
 from tests import batches
 from tests.training import runs
@@ -90,6 +91,19 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(
         assert (counts[row.hf_name] == 1).all(), row.hf_name
 
 
+def test_random_steps_have_a_softplus_with_a_uniform_logarithm():
+    params = {
+        "a": Parameter(shape=(4000,), hf_name="a", mean=1.0, softplus_range=(1e-3, 0.1)),
+        "b": Parameter(shape=(3,), hf_name="b", mean=1.0, softplus_range=(1e-2, 1e-2)),
+    }
+    drawn = weight_init.random_weights(params, seed=5, mesh=batches.mesh(1, 1, 1))
+    steps = np.log1p(np.exp(np.asarray(drawn["a"], np.float64)))
+    exponents = np.log10(steps)
+    assert (exponents.min(), exponents.max()) == pytest.approx((-3, -1), abs=0.01)
+    assert (exponents.mean(), exponents.std()) == pytest.approx((-2, 2 / 12**0.5), abs=0.05)
+    assert np.log1p(np.exp(drawn["b"])) == pytest.approx(1e-2, rel=1e-4)
+
+
 def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
     table = decoder.param_table(runs.MODEL)
     first, other = (
@@ -119,3 +133,31 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
         [leaf.reshape(-1, leaf[0].size)[:, :4] for leaf in matrices if leaf.ndim == 3]
     )
     assert len(np.unique(starts, axis=0)) == len(starts) == 2 * 7
+
+
+def test_another_seed_gives_other_weights():
+    table = {"a": Parameter(shape=(30, 40), hf_name="a", std=1.0)}
+    one, two = (
+        weight_init.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"]
+        for seed in (1, 2)
+    )
+    assert np.mean(np.asarray(one) == np.asarray(two)) < 0.01
+
+
+def test_all_gather_raises_when_it_is_differentiated_and_gather_has_a_gradient():
+    """Holders are differentiated: otherwise the gradient of a gathered weight would be zero."""
+    row = Parameter(shape=(2, 3), hf_name="a")
+    gather = Gather(
+        num_shards=1, compute_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32")
+    )
+    value = jnp.arange(6.0).reshape(2, 3)
+
+    def loss(holder, join):
+        return (join(row, Shard(value=value, grad_holder=holder)) ** 2).sum()
+
+    holder = jnp.zeros((2, 3))
+    assert float(jax.jit(loss, static_argnums=1)(holder, gather.all_gather)) == 55
+    assert (jax.grad(loss)(holder, gather) == 2 * value).all()
+    for differentiate in (jax.grad(loss), jax.grad(jax.checkpoint(loss, static_argnums=1))):
+        with pytest.raises(TypeError, match=r"gather\(param, shard\)"):
+            differentiate(holder, gather.all_gather)

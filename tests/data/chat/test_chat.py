@@ -11,10 +11,11 @@ from transformers.utils import chat_template_utils
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat, chat_template, span_search, turn_ends
+from jaxsp.data.chat import chat, chat_template, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat import ChatOptions
+from jaxsp.data.data_config import DataConfig
 from tests.data.chat import chats
-from tests.messages import assert_refused
+from tests.messages import assert_names, assert_refused
 
 SHOWN = {
     "chatml": (
@@ -98,6 +99,44 @@ def test_without_end_tokens_the_next_role_marker_is_the_end(tokenizer, alternati
         assert learned_texts(prompt_completion, tokenizer, chats.MARKERS) == expected[-1:]
 
 
+def test_a_call_at_the_end_stops_at_the_marker_of_its_result(tokenizer):
+    call = {"role": "assistant", "content": "", "tool_calls": [chats.CALL]}
+    chat = [{"role": "user", "content": "q"}, call]
+    expected = f"\n{chats.call_text(call)}<|observation|>"
+    assert learned_texts({"messages": chat}, tokenizer, chats.MARKERS) == [expected]
+    # nothing is added after a message of another role
+    chat.append({"role": "tool", "content": "t"})
+    tokens, _ = encode({"messages": chat}, tokenizer, chats.MARKERS)
+    assert tokenizer.decode(tokens).endswith("<|observation|>\nt")
+
+
+LAST = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot_id|>{% endfor %}</s>"
+PARTS = "{% for m in messages %}<|user|>{% if m.content is not string %}x{% endif %}{% endfor %}"
+TWO = "{% for m in messages %}{{ m.content }}<|im_end|><|eot_id|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "stops"),
+    [
+        (chats.CHATML, [["<|im_end|>"]]),
+        (chats.THINKING, [["<|im_end|>"]]),
+        (chats.MARKED, [["<|im_end|>"]]),
+        (chats.HEADERS, [["<|eot_id|>"]]),
+        (chats.INST, [["</s>"]]),
+        (chats.TURNS, [["<end_of_turn>"]]),
+        (chats.MARKERS, [["<|user|>"], ["<|observation|>"]]),
+        (TWO, [["<|im_end|>", "<|eot_id|>"]]),
+        (LAST, [["<|eot_id|>"]]),
+        (PARTS, []),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}<stop>\n{% endfor %}", []),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", []),
+        ("{{ raise_exception('no') }}", []),
+    ],
+)
+def test_the_tokens_that_end_turns_are_found(tokenizer, template, stops):
+    assert turn_ends.find(tokenizer, template).stops == stops
+
+
 def test_marks_give_the_same_mask_as_transformers(tokenizer):
     for messages in chats.conversations(50):
         tokens, labels = encode({"messages": messages}, tokenizer, chats.MARKED)
@@ -109,6 +148,18 @@ def test_marks_give_the_same_mask_as_transformers(tokenizer):
         np.testing.assert_array_equal(
             labels, encode({"messages": messages}, tokenizer, chats.CHATML)[1]
         )
+
+
+def test_all_tokens_of_the_last_marked_character_have_loss(tokenizer):
+    """transformers marks only the first of them."""
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{{ '<|im_end|>' }}{% endfor %}"
+    )
+    tokens, labels = encode(
+        {"messages": [{"role": "assistant", "content": "x \U0001f980"}]}, tokenizer, template
+    )
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["x \U0001f980"]
 
 
 def test_messages_that_change_when_others_follow_are_found(tokenizer):
@@ -200,6 +251,27 @@ def test_marks_of_loops_find_the_same_spans_as_prefixes(tokenizer, name):
     assert num_compared or name == "thinking", "its last message has thinking, unless others follow"
 
 
+@pytest.mark.parametrize("system", [False, True], ids=["no system", "system"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{% for part in [message.content] %}{{ part }}{% endfor %}",
+        "{% macro write(x) %}{% for part in [x] %}{{ part }}{% endfor %}{% endmacro %}"
+        "{{ write(message.content) }}",
+    ],
+    ids=["inner loop", "macro"],
+)
+def test_loops_within_a_message_are_not_those_of_the_messages(tokenizer, content, system):
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        f"{content}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [{"role": "system", "content": "x"}] * system + TALK + TALK
+    learned_text = learned(*encode({"messages": messages}, tokenizer, template))
+    assert [tokenizer.decode(run) for run in learned_text] == ["answer<|im_end|>\n"] * 2
+
+
 def find_by_prefixes(messages, indices, render):
     """The slow and obvious spans: two renderings for each message, which must be prefixes."""
     text, _ = render(messages)
@@ -216,6 +288,54 @@ def find_by_prefixes(messages, indices, render):
             return None
         spans.append((len(before), len(after)))
     return spans
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set x %}" + chats.CHATML + "{% endset %}{{ x }}{{ x | length }}",
+        "{{ messages | map(attribute='content') | join('<|im_end|>') }}<|im_end|>",
+        "{% for x in messages[:1] %}{{ messages[0].content }}{{ messages[1].content }}{% endfor %}",
+    ],
+    ids=["changed by marks", "no loop", "another loop"],
+)
+def test_a_template_without_a_loop_that_can_be_marked_is_refused(tokenizer, template):
+    with assert_refused("turns", "{% generation %}"):
+        encode({"messages": TALK}, tokenizer, template)
+
+
+def test_a_prompt_may_contain_more_than_the_header_of_a_message(tokenizer):
+    """Prompts of reasoning models begin the thinking; messages without thinking lack it."""
+    thinks = chats.CHATML.replace(
+        "'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'"
+    )
+    assert "<think>" in thinks
+    for talk in (TALK, TALK + TALK):
+        assert learned_texts({"messages": talk}, tokenizer, thinks) == ["answer<|im_end|>\n"] * (
+            len(talk) // 2
+        )
+
+
+def test_null_fields_are_removed_for_a_template(tokenizer):
+    template = chats.CHATML.replace(
+        "(message.content or '')", "(message.content if message.content is defined else 'nothing')"
+    )
+    messages = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [chats.CALL]}]
+    tokens, labels = encode({"messages": messages}, tokenizer, template)
+    assert (
+        tokens.tolist()
+        == tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
+    )
+    assert tokenizer.decode(learned(tokens, labels)[0]).startswith("nothing<tool_call>")
+
+
+def test_a_conversation_may_begin_with_the_assistant(tokenizer):
+    messages = [
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+    ]
+    assert learned_texts({"messages": messages}, tokenizer) == ["Hi.<|im_end|>\n", "y<|im_end|>\n"]
 
 
 def test_normalizer_and_post_processor_move_no_label():
@@ -378,6 +498,30 @@ def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, templa
         encode(record, tokenizer, template)
 
 
+def test_a_span_without_the_content_of_its_message_is_refused():
+    whole = "ask another answ<|im_end|>\n"
+    with pytest.raises(UserError, match=r"message 2 \(assistant\)"):
+        template_text.check_span(TALK, [1], whole, (4, len(whole)), opening=("", ""), suggestion="")
+
+
+def test_only_thinking_may_precede_the_content():
+    lines = {"role": "assistant", "content": "<think>\nno\n</think>\n\n four "}
+    for text, before, begins in (
+        ("four<|im_end|>", "", True),
+        ("\n<think>four</think>four", "", True),
+        ("hm</think></think> four", "<think>\n", True),
+        ("hm</think>four", "", False),
+        ("<think>four</think>assistant\nfour", "", False),
+        ("assistant\nfour", "", False),
+    ):
+        assert template_text.starts_with_message(lines, text, before=before) == begins
+    assert template_text.starts_with_message(
+        {"role": "assistant", "content": "a <think>b</think> c"},
+        "a <think>b</think> c<|im_end|>",
+        before="",
+    )
+
+
 GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
 
 
@@ -464,10 +608,33 @@ def test_a_tool_result_may_repeat_the_name_of_its_call_outside_the_marks(tokeniz
     assert learned_texts({"messages": talk}, tokenizer, template) == expected
 
 
+def test_marks_may_leave_out_earlier_messages_and_their_thinking(tokenizer):
+    last = chats.MARKED.replace("{%- if message.role == 'assistant' %}", "{%- if loop.last %}")
+    cut = chats.MARKED.replace(
+        "{{ message.content or '' }}", "{{ (message.content or '').split('</think>')[-1] }}"
+    )
+    thinks = [TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}, *TALK]
+    for template, expected in (
+        (last, ["answer<|im_end|>\n"]),
+        (cut, ["one<|im_end|>\n", "answer<|im_end|>\n"]),
+    ):
+        assert template != chats.MARKED
+        talk = thinks if template == cut else TALK + TALK
+        assert (
+            learned_texts({"messages": talk}, tokenizer, template, earlier_reasoning="keep")
+            == expected
+        )
+
+
 ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\none"}
 MARKED_THINKING = chats.THINKING.replace(
     "{{ content }}",
     "{% if message.role == 'assistant' %}{% generation %}{{ content }}{% endgeneration %}"
+    "{% else %}{{ content }}{% endif %}",
+)
+MARKED_LAST = chats.THINKING.replace(
+    "{{ content }}",
+    "{% if loop.last %}{% generation %}{{ content }}{% endgeneration %}"
     "{% else %}{{ content }}{% endif %}",
 )
 
@@ -495,6 +662,25 @@ def test_answers_that_lose_their_thinking_are_refused_or_trained_or_not(tokenize
     assert counts == [1, 0, 3, 0]
 
 
+def test_answers_without_loss_may_lose_their_thinking(tokenizer):
+    talk = [TALK[0], ANSWER, TALK[0], ANSWER]
+    (last,) = learned(*encode({"messages": talk}, tokenizer, MARKED_LAST))
+    assert tokenizer.decode(last) == "one"
+    prompted = {"prompt": talk[:3], "completion": talk[3:]}
+    assert len(learned(*encode(prompted, tokenizer, chats.THINKING))) == 1
+    for record, train_on, suggestion in (
+        ({"prompt": talk[:1], "completion": talk[1:]}, "assistant", "format: messages"),
+        (prompted, "all", "data.train_on=assistant"),
+        ({"messages": talk}, "all", "data.train_on=assistant"),
+    ):
+        for earlier in ("error", "no_loss"):
+            with pytest.raises(UserError) as raised:
+                encode(record, tokenizer, chats.THINKING, train_on, earlier_reasoning=earlier)
+            assert_names(raised.value, "message 2", "data.earlier_reasoning=keep")
+        assert_names(raised.value, suggestion)
+        encode(record, tokenizer, chats.THINKING, train_on, earlier_reasoning="keep")
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -515,6 +701,17 @@ def test_quoted_think_tags_are_content(tokenizer, content, problem):
             encode({"messages": talk}, tokenizer, chats.THINKING)
     (written,) = learned(*encode({"messages": talk}, tokenizer, chats.CHATML))
     assert tokenizer.decode(written) == f"{content}<|im_end|>\n"
+
+
+def test_marks_only_around_messages_with_thinking_are_found(tokenizer):
+    template = chats.MARKED.replace(
+        "role == 'assistant' %}", "role == 'assistant' and '</think>' in message.content %}"
+    )
+    assert template != chats.MARKED
+    thinks = [*TALK, TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}]
+    assert learned_texts({"messages": thinks}, tokenizer, template) == [
+        "<think>hm</think>one<|im_end|>\n"
+    ]
 
 
 def test_arguments_of_calls_may_be_rendered_in_any_notation(tokenizer):
@@ -569,6 +766,24 @@ def test_tokens_do_not_depend_on_the_date_of_today(tokenizer):
     assert encode(given, tokenizer, dated)[0].tolist() == theirs
 
 
+def test_an_accent_that_joins_the_letter_before_it_is_refused():
+    tokenizer = chats.tokenizer(normalizer=normalizers.NFC())
+    template = "{% for m in messages %}{{ m.role + ':E' + m.content + '</s>' }}{% endfor %}" + (
+        "{{ 'assistant:E' if add_generation_prompt }}"
+    )
+    messages = [TALK[0], {"role": "assistant", "content": "\u0301x"}]
+    with pytest.raises(UserError, match=r"token.*:E'.*'\u0301x</s>'"):
+        encode({"messages": messages}, tokenizer, template)
+    assert learned_texts({"messages": TALK}, tokenizer, template) == ["answer</s>"]
+
+
+def test_a_completion_without_tokens_has_loss_only_on_the_end_token():
+    tokenizer = chats.tokenizer(normalizer=normalizers.Strip())
+    tokens, labels = encode({"prompt": "2 + 2 =", "completion": " "}, tokenizer)
+    assert [run.tolist() for run in learned(tokens, labels)] == [[tokenizer.eos_token_id]]
+    assert tokenizer.decode(tokens) == "2 + 2 =</s>"
+
+
 def test_tools_reach_the_template(tokenizer):
     template = "{{ (tools | tojson) if tools }}" + chats.CHATML
     tokens, labels = encode({"messages": TALK, "tools": TOOLS}, tokenizer, template)
@@ -596,6 +811,45 @@ def test_the_loss_of_a_completion_includes_the_end_token(tokenizer):
     assert learned_texts({"prompt": TALK[:1], "completion": TALK[1:]}, tokenizer) == [
         "answer<|im_end|>\n"
     ]
+
+
+def test_a_tokenizer_without_offsets_needs_train_on_all():
+    from transformers import ByT5Tokenizer
+
+    slow = ByT5Tokenizer()
+    with pytest.raises(UserError, match=r"ByT5Tokenizer.*data\.train_on=all"):
+        encode({"messages": TALK}, slow)
+    tokens, labels = encode({"messages": TALK}, slow, train_on="all")
+    assert (slow.decode(tokens).count("answer"), labels) == (1, None)
+
+
+def test_a_template_is_a_file_or_inline(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+
+    def given(name):
+        data = {
+            "train": [{"source": "x", "format": "messages"}],
+            "row_tokens": 8,
+            "chat_template": name,
+        }
+        return chat_template.load_template(DataConfig.model_validate(data), tokenizer)
+
+    (tmp_path / "a.jinja").write_text(chats.CHATML)
+    assert given("a.jinja") == given(chats.CHATML) == chats.CHATML
+    with pytest.raises(UserError, match=r"data\.chat_template = b\.jinja: .*\{\{ or \{%.*null"):
+        given("b.jinja")
+    with pytest.raises(UserError, match=r"Jinja.*line 2: unexpected '\}'"):
+        given("{{ x }}\n{{ y }")
+    with pytest.raises(
+        UserError, match=r"data\.chat_template = null: .*data\.chat_template=template\.jinja"
+    ):
+        given(None)
+    own = chats.tokenizer()
+    own.chat_template = chats.CHATML
+    data = DataConfig.model_validate(
+        {"train": [{"source": "x", "format": "messages"}], "row_tokens": 8}
+    )
+    assert chat_template.load_template(data, own) is None
 
 
 def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
@@ -646,3 +900,31 @@ def test_messages_with_weight_0_or_train_false_have_no_loss(tokenizer, template,
     np.testing.assert_array_equal(tokens, whole)
     one, _, _, three = learned(whole, every)
     assert [run.tolist() for run in learned(tokens, labels)] == [one.tolist(), three.tolist()]
+
+
+def test_weight_0_is_refused_if_it_cannot_be_applied(tokenizer):
+    silent = {**TALK[1], "weight": 0}
+    across = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    for record, template, train_on, parts in (
+        (
+            {"messages": [TALK[0], silent]},
+            chats.CHATML,
+            "assistant",
+            ["every message", "assistant", "weight 0"],
+        ),
+        (
+            {"messages": [*TALK, silent]},
+            chats.CHATML,
+            "all",
+            ["message 3", "weight 0", "data.train_on=assistant"],
+        ),
+        (
+            {"prompt": TALK[:1], "completion": [silent]},
+            chats.CHATML,
+            "assistant",
+            ["weight 0", "format: messages"],
+        ),
+        ({"messages": [TALK[1], silent]}, across, "assistant", ["{% generation %}", "weight 0"]),
+    ):
+        with assert_refused(*parts):
+            encode(record, tokenizer, template, train_on)

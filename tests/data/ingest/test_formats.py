@@ -1,6 +1,7 @@
 """Tests of formats: the stored content of a record, and the problems of records that do not fit."""
 
 import json
+import math
 
 import numpy as np
 import pyarrow as pa
@@ -8,8 +9,9 @@ import pytest
 from pyarrow import parquet
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.data_config import FORMAT
+from jaxsp.data.data_config import FORMAT, DataConfig
 from jaxsp.data.ingest import file_types as files
+from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names, assert_refused
 
@@ -122,6 +124,31 @@ def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
     ]
 
 
+def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
+    """Nulls in arguments and tools are data; a null field of a message counts as missing."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
+    lines = {"role": "assistant", "content": None, "tool_calls": [{"id": None, **CALL}]}
+    record = {
+        "messages": [USER, lines],
+        "tools": [tool],
+        "chat_template_kwargs": {"a": None, "b": 1},
+    }
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    columns = make_source(source="x", format="messages").select_columns
+    ((_, line, _),) = files.read_file(str(tmp_path / "a.jsonl"), columns)
+    assert kept(line) == {
+        "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}],
+        "tools": [tool],
+        "chat_template_kwargs": {"b": 1},
+    }
+    json_table = pa.table(
+        {name: pa.array([json.dumps(value)], pa.json_()) for name, value in record.items()}
+    )
+    parquet.write_table(json_table, tmp_path / "a.parquet")
+    ((_, row, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
+    assert kept(row) == kept(line)
+
+
 def test_fields_and_roles_are_renamed():
     record = {
         "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}],
@@ -175,6 +202,55 @@ def test_prompt_and_completion_are_both_text_or_both_messages():
     assert_names(problem(mixed, "prompt_completion"), "prompt", "string", "completion", "messages")
 
 
+BAD = [
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, ["Unicode"]),
+    (
+        {"messages": [{"role": "user", "content": "x", "score": math.nan}]},
+        ["JSON", "Out of range float values"],
+    ),
+    ({"messages": [{"role": "user", "content": "x", "when": b"y"}]}, ["JSON", "bytes"]),
+]
+
+
+@pytest.mark.parametrize(("record", "parts"), BAD)
+def test_a_problem_names_the_fields_of_the_record(record, parts):
+    assert_names(problem(record), *parts)
+
+
+def test_an_unused_field_may_have_any_value():
+    assert kept({"messages": [USER], "score": math.nan, "when": b"x", "text": "\ud800"}) == {
+        "messages": [USER]
+    }
+
+
+def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
+    source = make_source(source="x", format="tokens")
+    for ids in ([1, 2], "[1, 2]", np.array([1, 2], np.int64), np.array([1, 2], np.uint8)):
+        record = {"input_ids": ids, "labels": "[-100, 2]"}
+        actual = source.convert(record, has_labels=True)
+        assert (actual["input_ids"].tolist(), actual["labels"].tolist()) == ([1, 2], [-100, 2])
+        assert actual["input_ids"].dtype == actual["labels"].dtype == np.int32
+
+
+def test_columns_have_the_names_in_fields():
+    source = make_source(
+        source="x",
+        format="prompt_completion",
+        fields={"prompt": "q", "tools": "functions", "role": "who"},
+    )
+    names = ["q", "completion", "functions", "chat_template_kwargs", "system", "history", "images"]
+    assert source.known_columns() >= {*names}
+    assert source.select_columns([*names, "url"]) == names
+    assert source.select_columns(["prompt", "completion"]) == []
+
+
+def test_a_prompt_without_completion_is_a_problem_that_names_completion(tmp_path):
+    parquet.write_table(pa.table({"prompt": ["x"], "answer": ["y"]}), tmp_path / "a.parquet")
+    columns = make_source(source="x", format="prompt_completion").select_columns
+    ((_, record, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
+    assert_names(problem(record, "prompt_completion"), "completion", "answer, prompt")
+
+
 NO_LOSS = [
     {"weight": 0},
     {"weight": 0.0},
@@ -204,6 +280,12 @@ def test_flags_of_all_systems_give_a_message_no_loss():
     assert ignored["messages"][1] == ASSISTANT
     call = {"role": "assistant", "function_call": {"name": "f"}}
     assert "function_call" in kept({"messages": [USER, call]})["messages"][1]
+
+
+@pytest.mark.parametrize("flag", [{"train": True}, {"loss": 1}, {"masked": False}])
+def test_a_loss_on_a_message_of_the_user_is_refused(flag):
+    of_user = problem({"messages": [USER | flag, ASSISTANT]})
+    assert_names(of_user, "message 1", *flag, "assistant", "data.train_on=all")
 
 
 SYSTEM = {"role": "system", "content": "Speak French."}
@@ -305,6 +387,55 @@ def test_text_that_nothing_reads_is_refused_by_name_in_every_format(format):
     assert np.array_equal(checked(record | metadata, format), expected)
 
 
+def test_the_suggestion_for_unread_text_reads_it():
+    sharegpt = {"from": "human", "value": "hi"}
+    answers = {"chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}
+    sharegpt_names = {"role": "from", "content": "value"}
+    roles = {"human": "user", "gpt": "assistant"}
+    for record, format, before, fields, prompt in (
+        ({"query": "Why so?"} | ANSWERS, "preference", {}, {"prompt": "query"}, "Why so?"),
+        (
+            {"system": "Be brief.", "query": "Why so?"} | ANSWERS,
+            "preference",
+            {},
+            {"prompt": ["system", "query"]},
+            "Be brief.\nWhy so?",
+        ),
+        (
+            {"task_text": "Say why.", "facts": "It rains.", "answer": "x", "good": 1},
+            "unpaired",
+            {"prompt": "task_text", "completion": "answer", "label": "good"},
+            {"prompt": ["task_text", "facts"]},
+            "Say why.\nIt rains.",
+        ),
+        (
+            {"turns": [sharegpt]} | answers,
+            "preference",
+            sharegpt_names,
+            {"prompt": "turns"},
+            [USER],
+        ),
+    ):
+        with pytest.raises(UserError) as raised:
+            checked(record, format, fields=before, roles=roles)
+        for name, columns in fields.items():
+            shown = columns if isinstance(columns, str) else f"[{', '.join(columns)}]"
+            assert f"{name}: {shown}" in str(raised.value)
+        content = json.loads(checked(record, format, fields=before | fields, roles=roles))
+        assert content["prompt"] == prompt
+    for format in ("messages", "tokens"):
+        with pytest.raises(UserError) as raised:
+            checked(RECORDS[format] | {"query": "Why so?"}, format)
+        assert "fields: {" not in str(raised.value)
+
+
+def test_a_text_that_the_conversation_has_too_may_be_in_another_field():
+    talk = {"messages": [USER | {"content": "Why so?"}, ASSISTANT]}
+    assert kept(talk | {"prompt": "Why so?"}) == talk
+    assert_names(problem(talk | {"prompt": "Why?"}), "prompt")
+    assert_names(problem(talk | {"answer": ASSISTANT["content"]}), "answer")
+
+
 def test_texts_of_several_fields_are_joined_with_a_line_break():
     alpaca = {"instruction": "Say it.", "input": "in Rome", "output": "b", "text": ""}
     joined = {"prompt": "Say it.\nin Rome", "completion": "b"}
@@ -322,6 +453,27 @@ def test_texts_of_several_fields_are_joined_with_a_line_break():
     assert checked({"title": "T", "body": "B"}, "text", fields=both) == "T\nB"
     with pytest.raises(UserError, match="title \\+ body"):
         checked({"summary": "It rains."}, "text", fields=both)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path):
+    def read(row, **fields):
+        parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+        source = make_source(source="a.parquet", **fields)
+        data = DataConfig(train=(source,), row_tokens=8)
+        (entry,) = source_configs.read(source, data=data)
+        return json.loads(entry["record"])
+
+    alpaca = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5]}
+    joined = {"prompt": "a\nc", "completion": "b"}
+    assert read(alpaca, format="prompt_completion") == joined
+    with assert_refused("query", "fields: {prompt: query}"):
+        read(ANSWERS | {"query": "Why so?"}, format="preference")
+    with assert_refused("b", "prompt", start="fields: "):
+        read(ANSWERS | {"a": "x"}, format="preference", fields={"prompt": ["a", "b"]})
+    columns = make_source(source="x", format="prompt_completion").select_columns
+    names = ["instruction", "prompt_id", "output", "query"]
+    assert columns(names) == ["instruction", "output", "query"]
 
 
 IDS = {"input_ids": [10, 11, 12, 13]}
@@ -344,6 +496,16 @@ def test_a_mask_of_tokens_limits_their_loss(name):
             checked_tokens({name: mask})
     with pytest.raises(UserError, match=f"{name}.*first record"):
         checked_tokens({name: [0, 0, 1, 1]}, has_labels=False)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_first_record_decides_whether_a_source_has_labels(tmp_path):
+    columns = {"input_ids": [[1, 2], [3, 4]], "completion_mask": [[0, 1], [1, 1]]}
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    source = make_source(source=str(tmp_path / "a.parquet"), format="tokens")
+    data = DataConfig(train=(source,), row_tokens=8)
+    read = source_configs.read(source, data=data)
+    assert read["labels"] == [[-100, 2], [3, 4]]
 
 
 def test_padding_at_either_end_of_tokens_is_dropped():

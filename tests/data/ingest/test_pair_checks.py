@@ -11,7 +11,7 @@ from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats.records import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from tests.data import source_configs
 from tests.data.source_configs import make_source
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 USER = {"role": "user", "content": "hi"}
 GOOD = {"role": "assistant", "content": "ho"}
@@ -88,6 +88,21 @@ def test_an_implicit_prompt_is_extracted_as_in_trl(kind):
     assert num_compared > 50
 
 
+def test_an_empty_prompt_is_a_prompt_and_an_ignored_one_is_not():
+    record = {"prompt": "", "chosen": "same a", "rejected": "same b"}
+    assert kept(record) == record
+    extracted = {"prompt": "same", "chosen": " a", "rejected": " b"}
+    assert kept(record, ignore_fields=("prompt",)) == extracted
+    both = {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    assert_names(problem(both), "prompt", "string", "ignore_fields: [prompt]")
+    twice = both | {"prompt": [USER]}
+    assert_names(problem(twice), "twice", "ignore_fields: [prompt]")
+    for record in (both, twice):
+        actual = kept(record, ignore_fields=("prompt",))
+        assert actual == {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    make_source(source="x", format="preference", ignore_fields=("prompt", "margin"))
+
+
 def test_log_probabilities_of_the_reference_are_numbers_or_missing():
     names = ("ref_chosen_logps", "ref_rejected_logps")
     columns = [FIRST_REFERENCE, SECOND_REFERENCE]
@@ -103,6 +118,16 @@ def test_log_probabilities_of_the_reference_are_numbers_or_missing():
         assert_names(message, names[1], "finite number")
     for given, missing in (names, names[::-1]):
         assert_names(problem(PAIR | {given: -1.0}), missing, start=f"has {given}")
+
+
+def test_one_message_is_a_list_of_one():
+    talk = {"prompt": [USER], "chosen": GOOD, "rejected": BAD}
+    assert kept(talk) == {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    feedback = {"prompt": USER, "completion": BAD, "label": False}
+    assert kept(feedback, "unpaired") == {"prompt": [USER], "completion": [BAD]}
+    roles = {"bot": "assistant"}
+    source = make_source(source="x", format="preference", roles=roles)
+    assert "bot" in source.find_roles({"chosen": {"role": "bot", "content": "a"}})
 
 
 def test_preferences_of_openai_are_read():
@@ -159,3 +184,35 @@ def test_a_record_has_the_completion_of_the_next_usable_one_and_the_last_that_of
     assert [record["completion"] for record in good] == [record["completion"] for record in usable]
     rotated = [record["completion"] for record in usable[1:] + usable[:1]]
     assert [record["mismatched_completion"] for record in good] == rotated
+
+
+def test_one_record_or_a_mixture_of_text_and_messages_has_no_mismatched_completions(tmp_path):
+    bad = {"prompt": "q"}
+    write(tmp_path / "one.jsonl", bad, FEEDBACK, bad)
+    with assert_refused("line 2", "two", start="data.train.0.source = one.jsonl: "):
+        read(tmp_path / "one.jsonl")
+    write(tmp_path / "label.jsonl", FEEDBACK, FEEDBACK | {"label": "meh"})
+    with pytest.raises(UserError) as raised:
+        read(tmp_path / "label.jsonl")
+    assert_names(raised.value.problems[0], "line 2", "label", "meh")
+    assert_names(raised.value.problems[1], "line 1", "two")
+    talk = {"prompt": [USER], "completion": [GOOD], "label": False}
+    write(tmp_path / "mixed.jsonl", FEEDBACK, bad, talk, talk)
+    with pytest.raises(UserError) as raised:
+        read(tmp_path / "mixed.jsonl")
+    parts = ("line 1", "line 3", "text", "messages", "two sources")
+    assert_names(raised.value, *parts, start="data.train.0.source = mixed.jsonl: ")
+
+
+def test_csv_has_labels_and_log_probabilities_as_text(tmp_path):
+    lines = ["prompt,completion,label", 'q,"a, b",true', "r,c,0"]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    entries = list(read(tmp_path / "a.csv"))
+    assert [entry[IS_DESIRABLE] for entry in entries] == [True, False]
+    assert json.loads(entries[1]["record"])["mismatched_completion"] == "a, b"
+    header = "prompt,chosen,rejected,ref_chosen_logps,ref_rejected_logps"
+    (tmp_path / "b.csv").write_text(f"{header}\nq,a,b,-1,-2.5\nr,c,d,,\n")
+    entries = list(read(tmp_path / "b.csv", "preference"))
+    first, second = ([entry[name] for entry in entries] for name in list(entries[0])[-2:])
+    assert (first[0], second[0]) == (-1.0, -2.5)
+    assert all(map(math.isnan, (first[1], second[1])))

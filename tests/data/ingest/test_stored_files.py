@@ -7,13 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from jaxsp.core.errors import at
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
+from jaxsp.data.ingest import sources
 from jaxsp.system.object_store import ObjectStore
 from tests.checkpoint import store_server
 from tests.checkpoint.store_server import BUCKET
 from tests.data import source_configs
 from tests.data.source_configs import make_source
+from tests.messages import assert_names
 
 DATA = DataConfig(train=(make_source(source="unused", format="text"),), row_tokens=8)
 
@@ -104,3 +106,37 @@ def test_a_damaged_download_is_downloaded_again(files, downloads, cache, capfd):
     assert read(url)["text"] == ["abc"]
     assert len(downloads) == 2
     assert capfd.readouterr().err.count("IS DAMAGED") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (f"s3://{BUCKET}/empty/*.txt", ["no object matches", "**"]),
+        (f"s3://{BUCKET}/glob", ["no object matches", f"s3://{BUCKET}/glob/*.jsonl"]),
+        ("s3://missing/a.txt", ["bucket missing"]),
+        ("s3://key:secret@bucket/a.txt", ["credentials"]),
+        (f"s3://{BUCKET}", ["s3://bucket/path"]),
+        (f"s3://{BUCKET}/a.zip", ["no object matches"]),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_a_user_error(files, url, words):
+    with pytest.raises(UserError) as caught:
+        read(url)
+    assert_names(caught.value.problems[0], *words, start=f"{FIELD} = {url}: ")
+
+
+def test_errors_name_the_url_and_the_line(files):
+    files.pipe_file(f"{BUCKET}/bad/a.jsonl", b'{"text": "x"}\n{"body": "y"}\n')
+    files.pipe_file(f"{BUCKET}/bad/b.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:-9])
+    with pytest.raises(UserError, match=rf"s3://{BUCKET}/bad/a\.jsonl, line 2: has no text"):
+        read(f"s3://{BUCKET}/bad/a.jsonl")
+    with pytest.raises(UserError, match=rf"s3://{BUCKET}/bad/b\.jsonl\.gz: is broken"):
+        read(f"s3://{BUCKET}/bad/b.jsonl.gz")
+
+
+def test_two_sources_cannot_read_the_same_object(files):
+    files.pipe_file(f"{BUCKET}/same/a.txt", b"x")
+    urls = (f"s3://{BUCKET}/same/a.txt", f"s3://{BUCKET}/same/*.txt")
+    records = {url: sources.read(make_source(source=url, format="text"), data=DATA) for url in urls}
+    with pytest.raises(UserError, match="count twice"):
+        sources.check_no_duplicates(records)

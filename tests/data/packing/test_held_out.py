@@ -1,12 +1,16 @@
 """data.eval_fraction: held-out documents, of which none is trained on."""
 
+import re
+
+import datasets
 import numpy as np
 import pytest
 
-from jaxsp.data.packing import row_reader, summary
+from jaxsp.core.errors import UserError
+from jaxsp.data.packing import dataset, row_reader, summary
 from jaxsp.data.packing.row_reader import Documents
-from tests.data.packing import test_dataset
-from tests.messages import numbers
+from tests.data.packing import test_dataset, test_loader
+from tests.messages import assert_names, numbers
 
 LENGTHS = [2 + number % 7 for number in range(1000)]
 
@@ -62,8 +66,52 @@ def test_every_document_is_trained_on_or_held_out():
     assert held.num_held_out == 0
 
 
+def test_another_fraction_is_a_change_of_the_data():
+    documents = Documents([test_dataset.tokenized(LENGTHS)], source_names=["a"], row_tokens=64)
+    packing = test_loader.settings_of().step.packing
+    data = dataset.pack_documents("train", documents, **packing, digests=["same"])
+    before, now = (
+        data.fingerprint(test_loader.settings_of(eval_fraction=fraction).data, seed=0)
+        for fraction in (None, 0.1)
+    )
+    assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, was null"]
+    assert dataset.describe_changes(before, before) == []
+    assert row_reader.digest_split("x", choose(), is_held_out=False) != row_reader.digest_split(
+        "x", choose(name="b"), is_held_out=False
+    )
+    nothing = np.zeros(9, bool)
+    assert row_reader.digest_split("x", nothing, is_held_out=False) == "x"
+    assert row_reader.digest_split("x", nothing, is_held_out=True) != "x"
+
+
 @pytest.mark.parametrize(
     ("count", "fraction", "expected"), [(5, 0.02, 1), (5, 0.2, 1), (200, 0.05, 10), (30, 0.1, 3)]
 )
 def test_few_documents_are_divided_exactly(count, fraction, expected):
     assert choose([5] * count, fraction=fraction).sum() == expected
+
+
+@pytest.mark.parametrize(("count", "fraction"), [(20, 0.9999), (2, 0.9999), (2, 0.6)])
+def test_a_fraction_that_leaves_no_document_is_refused_with_one_that_works(count, fraction):
+    with pytest.raises(
+        UserError,
+        match=rf"data\.eval_fraction = {fraction:g}: .*data\.train.* {count}\b",
+    ) as caught:
+        choose([5] * count, fraction=fraction)
+    suggestion = float(re.search(r"data\.eval_fraction=(\d[\d.e-]*\d)", str(caught.value))[1])
+    assert 0 < choose([5] * count, fraction=suggestion).sum() < count
+
+
+def test_one_document_cannot_be_divided():
+    with pytest.raises(UserError) as caught:
+        choose([5, 0, 0], fraction=0.5)
+    assert_names(caught.value, "data.eval", start="data.eval_fraction = 0.5: ")
+    assert "data.eval_fraction=" not in str(caught.value)
+
+
+def test_a_stored_dataset_of_several_chunks_is_counted_through():
+    parts = [test_dataset.tokenized(LENGTHS[:400]), test_dataset.tokenized(LENGTHS[400:])]
+    joined = datasets.concatenate_datasets(parts)
+    chosen = row_reader.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
+    actual = Documents([joined], source_names=["a"], held_out=chosen, use_held_out=True).lengths
+    assert actual.tolist() == np.array(LENGTHS)[choose()].tolist()

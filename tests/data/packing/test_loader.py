@@ -172,6 +172,19 @@ def test_rows_are_dealt_to_the_groups_in_turn():
     ]
 
 
+@pytest.mark.parametrize("length", [125, 126, 127, 128])
+def test_a_document_that_almost_fills_its_row(length):
+    documents = documents_of([length], row_tokens=128)
+    feed = pipeline_of(documents, mesh=(1, 1, 4), rows_per_step=1, row_tokens=128, epochs=1)
+    ((given, counts),) = feed.batches()
+    assert np.sum(np.asarray(given.labels_BL) != -100) == length - 1
+    assert np.asarray(given.positions_BL)[0, 0].tolist() == [*range(length)] + [0] * (128 - length)
+    assert (np.asarray(given.lengths_BM)[0, 0].tolist(), counts.segment_lengths.tolist()) == (
+        [length, 0, 0, 0, 0],
+        [length],
+    )
+
+
 def test_a_step_is_the_same_on_every_mesh():
     documents = ragged()
     for rows_per_microbatch in (1, 2):
@@ -193,6 +206,13 @@ def test_a_step_is_the_same_on_every_mesh():
                     other_counts.num_rows,
                     other_counts.epoch,
                 )
+
+
+def test_arrays_are_split_as_the_step_expects():
+    (given, _), *_ = pipeline_of(ragged(), mesh=(2, 2, 2)).batches()
+    for name, spec in SPECS.items():
+        assert getattr(given, name).sharding.spec == spec
+        assert getattr(given, name).dtype == np.int32
 
 
 def by_work(plans, indices):
@@ -308,6 +328,24 @@ def test_a_process_reads_only_its_own_shards(monkeypatch):
     assert np.array_equal(step.counts.segment_lengths, whole.counts.segment_lengths), (
         "counts are the whole step's"
     )
+
+
+class Failing(Recorded):
+    reads_left = 40
+
+    def read_slice(self, row, begin, end):
+        self.reads_left -= 1
+        if self.reads_left < 0:
+            raise OSError("the disk is gone")
+        return super().read_slice(row, begin, end)
+
+
+def test_an_exception_while_reading_reaches_the_caller():
+    feed = pipeline_of(Failing(ragged()), mesh=(1, 2, 1), rows_per_step=16)
+    given = feed.batches()
+    assert len([next(given), next(given)]) == 2
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(given)
 
 
 def test_reading_ahead_ends_with_the_iterator():

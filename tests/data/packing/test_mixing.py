@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxsp.core.errors import UserError
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs, Segments
 
@@ -85,6 +86,17 @@ def test_rows_of_a_mixture_can_be_read_in_any_order(shares):
         ]
 
 
+def test_one_part_is_its_own_sequence_with_epochs():
+    (only,) = parts(5)
+    stream = RowStream([only], [1.0])
+    assert [stream.row(index).document[0] for index in range(12)] == [
+        only.row(index).document[0] for index in range(12)
+    ]
+    assert [stream.find_epoch(index) for index in (0, 4, 5)] == [0, 0, 1]
+    assert stream.count_rows(3) == 15
+    assert stream_of(5, 5, 5).find_epoch(3) is None
+
+
 def laid_out(schedule):
     """First row and number of rows of each step."""
     return [tuple(schedule.step_rows(step)) for step in range(len(schedule))]
@@ -98,3 +110,18 @@ def test_a_schedule_continues_from_the_consumed_rows(many):
         begin = straight.rows_consumed(done)
         after = RowSchedule(begin_row=begin, rows_per_step=4, **rest)
         assert laid_out(after) == laid_out(straight)[done:]
+
+
+def test_a_schedule_ends_with_the_last_row():
+    actual = RowSchedule(begin_row=10, rows_per_step=4, end_row=19)
+    assert laid_out(actual) == [(10, 4), (14, 4), (18, 1)]
+    assert [actual.rows_consumed(step) for step in range(4)] == [10, 14, 18, 19]
+    assert len(RowSchedule(begin_row=20, rows_per_step=4, end_row=19)) == 0
+
+
+def test_a_schedule_takes_no_memory_for_its_steps():
+    actual = RowSchedule(begin_row=5, rows_per_step=4, num_steps=10**9)
+    assert actual.step_rows(10**9 - 1) == (5 + 4 * (10**9 - 1), 4)
+    assert (actual.rows_consumed(10**9), actual.num_rows) == (5 + 4 * 10**9, 4 * 10**9)
+    with pytest.raises(UserError, match=r"^run\.steps: .*\b1[0,]{9,} .*\b1[0,]+"):
+        RowSchedule(begin_row=0, rows_per_step=4, num_steps=10**20)

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import UserError
+from jaxsp.data.packing import packing
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
 from tests.data.packing import test_loader
@@ -67,6 +69,18 @@ def test_each_pair_is_in_one_row_or_in_two_that_stay_together(most):
     assert num_rows % 2 == 0 or not split
 
 
+def test_rows_of_split_pairs_are_filled_with_other_pairs():
+    lengths = [[20, 20]] * 8 + [[5, 6]] * 16
+    plan = packing.plan_rows(
+        Documents([make_records(lengths)], row_tokens=ROW).segments,
+        row_tokens=ROW,
+        max_segments=6,
+        seed=0,
+        per_record=2,
+    )
+    assert len(plan) == 16, "each row has a document of 20 tokens and a pair of 11"
+
+
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_the_rows_of_a_pair_are_in_one_step_and_one_even_microbatch(mesh):
     settings = test_loader.settings_of(rows_per_step=8, rows_per_microbatch=2 // mesh[1])
@@ -114,6 +128,30 @@ def test_a_record_is_left_out_as_a_whole():
     assert truncated.lengths.tolist() == [8, 9, 32, 5, 9, 32, 6, 7]
 
 
+def test_a_prompt_that_fills_the_row_leaves_nothing_to_compare():
+    records = make_records([[40, 36], [33, 34]], prompt=32)
+    with pytest.raises(UserError, match="leaves no token with a loss"):
+        Documents([records], row_tokens=ROW, long_documents="truncate")
+
+
+def test_documents_of_pairs_are_not_split():
+    with pytest.raises(UserError, match=r"line 1 has 40 tokens.*Use truncate or drop") as caught:
+        Documents([make_records([[8, 9], [9, 40]])], row_tokens=ROW)
+    assert "long_documents = split" in str(caught.value)
+
+
+def test_held_out_records_and_origins_count_records():
+    records = make_records([[8, 9], [6, 7], [5, 4]])
+    mask = np.array([False, True, False])
+    training = Documents([records], row_tokens=ROW, held_out=[mask])
+    held_out = Documents([records], row_tokens=ROW, held_out=[mask], use_held_out=True)
+    assert training.lengths.tolist() == [8, 9, 5, 4]
+    assert held_out.lengths.tolist() == [6, 7]
+    origins = [training.find_origin(document) for document in range(4)]
+    assert [origin["record_index"] for origin in origins] == [0, 0, 2, 2]
+    assert origins[3]["location"] == "line 2"
+
+
 def test_labels_and_positions_are_those_of_each_document():
     documents = Documents([make_records([[5, 4]], prompt=2)], row_tokens=ROW)
     row = documents.segments
@@ -132,6 +170,19 @@ def test_a_reward_model_scores_the_last_token_of_each_document():
     assert np.flatnonzero(labels == 0).tolist() == [4, 8]
     assert (labels != 0).sum() == (labels == NO_LABEL).sum()
     assert documents.num_loss_tokens == 2
+
+
+def test_references_are_given_to_all_records_or_to_none():
+    records = make_records([[5, 4], [3, 3]])
+    columns = {"first_reference": [-1.0, -3.0], "second_reference": [-2.0, -4.0]}
+    add = lambda records, columns: datasets.Dataset.from_dict(records.to_dict() | columns)
+    assert Documents([add(records, columns)]).references.tolist() == [-1, -2, -3, -4]
+    unknown = {name: [np.nan, np.nan] for name in columns}
+    assert Documents([add(records, unknown)]).references is None
+    columns["first_reference"][1] = np.nan
+    columns["second_reference"][1] = np.nan
+    with pytest.raises(UserError, match="1 of 2 records have ref_chosen_logps"):
+        Documents([add(records, columns)])
 
 
 def read_counts(data, settings):
@@ -160,3 +211,12 @@ def test_a_pair_of_two_epochs_in_one_block_is_two_pairs():
         counts = loader.read_step(step).counts
         assert (counts.documents_P2 >= 0).all()
         assert counts.documents_P2.size == len(counts.segment_lengths)
+
+
+def test_after_a_change_of_the_data_steps_have_whole_pairs():
+    settings = test_loader.settings_of(rows_per_step=4)
+    documents = Documents([make_records([[20, 20]] * 12)], row_tokens=ROW)
+    data = test_loader.pack(documents, settings)
+    loader = test_loader.load(data, settings, consumed=3, num_steps=3)
+    for step in range(3):
+        assert (loader.read_step(step).counts.documents_P2 >= 0).all()

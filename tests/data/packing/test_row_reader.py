@@ -2,8 +2,10 @@
 
 import datasets
 import numpy as np
+import pytest
 
-from jaxsp.data.packing import packing
+from jaxsp.core.errors import UserError
+from jaxsp.data.packing import packing, row_reader
 from jaxsp.data.packing.packing import Segments
 from jaxsp.data.packing.row_reader import Documents
 
@@ -100,3 +102,35 @@ def test_a_slice_of_a_dataset_is_read_in_its_place():
         6,
         7,
     ]
+
+
+def test_slots_are_filled_from_the_front():
+    slots = row_reader.make_slots(row_of((4, 0, 3), (9, 8, 4)), 4)
+    assert (slots["starts"].tolist(), slots["lengths"].tolist()) == ([0, 3, 0, 0], [3, 4, 0, 0])
+    empty = row_reader.make_slots(row_of(), 2)
+    assert not np.any([empty["starts"], empty["lengths"]])
+
+
+def test_tokens_are_not_copied(tmp_path):
+    """The arrays are views of the mapped file: opening any dataset loads nothing."""
+    dataset([[1, 2, 3]]).save_to_disk(tmp_path / "saved")
+    datasets.disable_progress_bars()
+    (chunk,) = Documents([datasets.load_from_disk(tmp_path / "saved")])._chunks
+    assert not chunk.tokens.ids.flags.owndata
+    assert not chunk.tokens.ids.flags.writeable
+
+
+def test_documents_without_labels_are_an_error():
+    for documents, labels in (([[1], [2]], None), ([[1, 2]], [[1, -100]]), ([[]], None)):
+        with pytest.raises(UserError, match=r"label.*-100"):
+            Documents([dataset(documents, labels)])
+
+
+def test_a_document_with_more_tokens_than_positions_is_an_error(monkeypatch):
+    monkeypatch.setattr(row_reader, "POSITION_LIMIT", 4)
+    assert len(Documents([dataset([[1, 2, 3, 4]])]).lengths) == 1
+    with pytest.raises(
+        UserError,
+        match=r"\b5 tokens.*\b4\b.*data\.long_documents",
+    ):
+        Documents([dataset([[1, 2, 3, 4, 5]])])

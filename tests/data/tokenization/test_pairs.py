@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import at
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats.records import (
+    BARE_ANSWERS,
+    FIRST_REFERENCE,
     FIRST_TOKENS,
+    IS_DESIRABLE,
+    SECOND_REFERENCE,
 )
 from jaxsp.data.ingest import sources
-from jaxsp.data.tokenization import tokenize
+from jaxsp.data.tokenization import tokenize, tokenizers
 from tests.data.chat import chats
 from tests.data.source_configs import make_source
+from tests.messages import assert_refused
 
 FIELD = "data.train.0.source"
 
@@ -164,3 +169,62 @@ def test_unpaired_records_have_the_tokens_of_trl_with_the_completion_of_the_next
         )
     ]
     assert ours(records, tokenizer, "unpaired") == expected
+
+
+def test_columns_and_statistics_of_records_of_two_documents(tokenizer):
+    references = {"ref_chosen_logps": -1.25, "ref_rejected_logps": -3}
+    pairs = text_pairs()[:4]
+    pairs[1] |= references
+    bad = {"prompt": "q", "chosen": "a"}
+    result = tokenized([*pairs, bad], tokenizer, on_bad_record="skip")
+    dataset = result.dataset
+    assert dataset.column_names == [
+        *("place", "problem", "tokens", "labels", BARE_ANSWERS, FIRST_TOKENS),
+        *(FIRST_REFERENCE, SECOND_REFERENCE),
+    ]
+    assert (dataset["tokens"][4], dataset["labels"][4], dataset[FIRST_TOKENS][4]) == ([], [], 0)
+    columns = (dataset[name][:] for name in dataset.column_names[-2:])
+    for values, expected in zip(columns, (-1.25, -3.0), strict=True):
+        assert values[1] == expected
+        assert np.isnan([values[index] for index in (0, 2, 3, 4)]).all()
+    assert result.stats.extreme_ids["tokens"][1][0] == max(map(max, dataset["tokens"][:4]))
+    feedback = [
+        {"prompt": "q", "completion": "a", "label": "false"},
+        {"prompt": "r", "completion": "b", "label": 1},
+    ]
+    unpaired = tokenized(feedback, tokenizer, "unpaired").dataset
+    assert unpaired.column_names[-2:] == [FIRST_TOKENS, IS_DESIRABLE]
+    assert unpaired[IS_DESIRABLE][:] == [False, True]
+    assert unpaired.features[FIRST_TOKENS].dtype == "int32"
+
+
+def test_a_document_that_cannot_be_rendered_or_has_no_loss_is_named(tokenizer):
+    user = [{"role": "user", "content": "q"}]
+    answer = [{"role": "assistant", "content": "a"}]
+    refused = [{"role": "user", "content": "b"}]
+    pair = {"prompt": user, "chosen": answer, "rejected": refused}
+    with assert_refused("rejected", start=f"{FIELD} = a.jsonl: a.jsonl, line 1: "):
+        tokenized([pair], tokenizer, chat_template=chats.TURNS)
+    silent = [answer[0] | {"weight": 0}]
+    with pytest.raises(UserError, match=r"chosen: message 1 has weight 0 .*leave the record out"):
+        tokenized([pair | {"chosen": silent}], tokenizer)
+    records = [
+        {"prompt": user, "completion": answer, "label": True},
+        {"prompt": user, "completion": refused, "label": True},
+    ]
+    with pytest.raises(UserError, match="line 1: mismatched completion: "):
+        tokenized(records, tokenizer, "unpaired", chat_template=chats.TURNS)
+    endless = tokenizers.make_byte_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(UserError, match="line 1: chosen: has no token with loss"):
+        tokenized([{"prompt": "q", "chosen": "", "rejected": "b"}], endless)
+
+
+def test_bare_answers_of_both_documents_are_counted(tokenizer):
+    user = {"role": "user", "content": "q"}
+    think = {"role": "assistant", "content": "<think>hm</think>x"}
+    final = {"role": "assistant", "content": "y"}
+    pair = {"prompt": [user], "chosen": [think, user, final], "rejected": [final]}
+    how = {"chat_template": chats.THINKING, "earlier_reasoning": "keep"}
+    dataset = tokenized([pair], tokenizer, **how).dataset
+    assert dataset[BARE_ANSWERS][:] == [1]

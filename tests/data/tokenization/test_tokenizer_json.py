@@ -6,10 +6,11 @@ import json
 
 import pytest
 import tokenizers as library
-from tokenizers import decoders, normalizers
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from jaxsp.data.tokenization import tokenizers
 from tests.data.chat import chats
+from tests.messages import assert_refused
 
 TEXT = "<s>it's  12345 e\u0301\n\n\t\u4e2d\u6587 \U0001f600</s> x"
 
@@ -96,6 +97,57 @@ def test_special_tokens_that_only_the_class_names_are_kept(tmp_path):
     assert (loaded.bos_token, loaded.eos_token, loaded.unk_token) == ("<s>", "</s>", "<unk>")
 
 
+def qwen_backend():
+    """Returns a tokenizer with the components that Qwen's files have."""
+    backend = chats.tokenizer(normalizer=normalizers.NFC()).backend_tokenizer
+    from transformers.models.qwen2 import tokenization_qwen2
+
+    split = library.Regex(tokenization_qwen2.PRETOKENIZE_REGEX)
+    options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(split, "isolated"), pre_tokenizers.ByteLevel(**options)]
+    )
+    backend.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False)
+    backend.decoder = decoders.ByteLevel(**options)
+    backend.add_special_tokens(["<|endoftext|>"])
+    return backend
+
+
+def gemma_backend():
+    backend = metaspace_backend(
+        normalizer=normalizers.Replace(" ", "\u2581"),
+        pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
+    )
+    backend.add_special_tokens(["<bos>", "<eos>", "<pad>", "<mask>"])
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("make_backend", "model_type", "fields"),
+    [
+        (qwen_backend, "qwen2", {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}),
+        (qwen_backend, "qwen3", {}),
+        (gemma_backend, "gemma3_text", {"tokenizer_class": "GemmaTokenizerFast"}),
+        (
+            lambda: metaspace_backend(
+                pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+            ),
+            "mistral",
+            {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>"},
+        ),
+        (lambda: chats.tokenizer().backend_tokenizer, "llama", {}),
+    ],
+)
+def test_files_that_agree_with_their_class_have_no_note(tmp_path, make_backend, model_type, fields):
+    backend = make_backend()
+    loaded, notes = load(write_folder(tmp_path / "m", backend, model_type, **fields))
+    assert notes == []
+    text = TEXT.removeprefix("<s>")
+    ids = loaded(text, add_special_tokens=False)["input_ids"]
+    assert ids == backend.encode(text, add_special_tokens=False).ids
+    assert "fix_mistral_regex" not in loaded.init_kwargs
+
+
 def test_tokenizers_of_mistral_split_text_as_mistral_does(tmp_path):
     backend = chats.tokenizer().backend_tokenizer
     folder = write_folder(tmp_path / "other", backend, "mistral")
@@ -123,3 +175,12 @@ def test_tokenizers_of_mistral_split_text_as_mistral_does(tmp_path):
     assert notes == []
     assert corrected.backend_tokenizer.to_str() == loaded.backend_tokenizer.to_str()
     assert (tmp_path / "other/tokenizer.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("field", ["model_max_length", "padding_side"])
+def test_a_field_of_a_wrong_type_is_refused(tmp_path, field):
+    folder = write_folder(
+        tmp_path / "m", metaspace_backend(), "llama", **{field: {"tokens": "many"}}
+    )
+    with assert_refused("tokenizer.json", "cannot be loaded"):
+        load(folder)

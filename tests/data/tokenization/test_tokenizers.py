@@ -40,3 +40,35 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
     transformers.PreTrainedTokenizerFast(tokenizer_object=empty).save_pretrained(tmp_path / "empty")
     with pytest.raises(UserError, match="vocabulary"):
         tokenizers.load(str(tmp_path / "empty"))
+
+
+def test_serialized_files_exclude_templates_and_do_not_change_with_use():
+    def words(**special):
+        backend = library.Tokenizer(
+            library.models.WordLevel({"<unk>": 0, "</s>": 1, "one": 2}, unk_token="<unk>")
+        )
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+    ends = words(eos_token="</s>")
+    before = tokenizers.serialize_files(ends)
+    assert (
+        before
+        == tokenizers.serialize_files(words(eos_token="</s>"))
+        != tokenizers.serialize_files(words())
+    )
+    ends("one")
+    assert tokenizers.serialize_files(ends) == before
+    for template in ("{{ messages }}", {"default": "{{ messages }}", "tool_use": "{{ tools }}"}):
+        ends.chat_template = template
+        assert tokenizers.serialize_files(ends) == before
+
+
+class PanicException(BaseException):
+    """Like that of Rust libraries, whose class is not public."""
+
+
+def test_a_panic_becomes_an_exception_and_other_errors_stay():
+    with pytest.raises(RuntimeError, match="retry"), tokenizers.convert_panics():
+        raise PanicException("retry limit")
+    with pytest.raises(KeyboardInterrupt), tokenizers.convert_panics():
+        raise KeyboardInterrupt
