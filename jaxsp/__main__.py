@@ -15,12 +15,9 @@ _COMMANDS = {
     "benchmark": "times steps of a config on this machine",
     "convert": "writes a config from one of another system",
 }
-"""Description of each command. The module of `plan` is `plan_cli`, because `jaxsp.plan` is a
-function."""
+"""Description of each command."""
 
-
-_MODULES = {"plan": "plan_cli"}
-
+_MODULES = {"plan": "plan_cli"}  # jaxsp.plan is a function
 _HELP = "jaxsp COMMAND --help documents a command, jaxsp train --help data a section of the config."
 
 

@@ -54,7 +54,7 @@ from jaxsp.run import (
 from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
 from jaxsp.run.references import Reference
-from jaxsp.system import cluster, compilation_cache, distributed
+from jaxsp.system import cluster, distributed, jax_platform
 from jaxsp.training import train_state, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line
@@ -130,7 +130,7 @@ class Trainer:
             sys.excepthook = _abort_job
         cache = self.config.run.compilation_cache
         if self.config.data.train or cache not in ("auto", None):
-            compilation_cache.enable(cache, num_processes=process.num_processes)
+            jax_platform.enable_cache(cache, num_processes=process.num_processes)
         problems = ProblemCollector()
         trains = bool(self.config.data.train)
         if trains and has_weights:
@@ -266,11 +266,7 @@ class Trainer:
             if found.alternatives:
                 fields = found.add_to(self.model.hf_config)
                 self.model = dataclasses.replace(self.model, stop_tokens=found, hf_config=fields)
-            encoded = [
-                *encode_examples(
-                    opened, source=source, data=data, tokenizer=tokenizer, num_records=sys.maxsize
-                )
-            ]
+            encoded = [*encode_examples(opened, tokenizer=tokenizer, num_records=sys.maxsize)]
         tokens = [example.tokens.tolist() for example in encoded]
         labels = [
             example.tokens.tolist() if example.labels is None else example.labels.tolist()

@@ -6,7 +6,6 @@ import os
 import pathlib
 import re
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
@@ -37,14 +36,8 @@ class _Parser(argparse.ArgumentParser):
 class _Help(argparse.Action):
     """`--help` prints the whole help, and `--help SECTION` the fields of a section."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Prints the help and exits with 0."""
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **_: Any) -> None:
+        values = args[1]
         if values == self.const:
             parser.print_help()
             if values == "CONFIG.yaml":
@@ -67,18 +60,14 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """Makes the parser of `jaxsp COMMAND`, also started as `python -m jaxsp.COMMAND`.
 
-    Args:
-        takes: the command takes a config, whose fields --help documents, or a model, and changes of
-            config fields. With either, `--help SECTION` documents a section.
-        is_multi_process: the command can run in several processes.
+    Args: takes: the command takes a config, whose fields --help documents, or a model, and changes
+        of config fields. With either, `--help SECTION` documents a section.
     """
     epilog = None
     if takes == "WHAT":
-        lines = ["sections of the config:"]
+        epilog = "sections of the config:"
         for name, field in config_file.Config.model_fields.items():
-            title, _, _ = str(field.annotation.__doc__).partition("\n")
-            lines.append(f"  {name}: {title}")
-        epilog = "\n".join(lines)
+            epilog += f"\n  {name}: " + str(field.annotation.__doc__).partition("\n")[0]
     parser = _Parser(
         prog=f"jaxsp {command}",
         description=description,
@@ -89,16 +78,8 @@ def make_parser(
     add = parser.add_argument
     if takes is not None:
         text = "prints this text, or the fields of a section, such as optimizer"
-        add(
-            "-h",
-            "--help",
-            action=_Help,
-            default=argparse.SUPPRESS,
-            nargs="?",
-            const=takes,
-            metavar="SECTION",
-            help=text,
-        )
+        settings: dict[str, Any] = {"default": argparse.SUPPRESS, "nargs": "?", "const": takes}
+        add("-h", "--help", action=_Help, metavar="SECTION", help=text, **settings)
     add("--verbose", action="store_true", help=verbose_help)
     if is_multi_process:
         group = parser.add_argument_group(
@@ -123,8 +104,8 @@ def make_parser(
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:
-    """Values of a command's arguments by name, without --verbose; the place of this process in its
-    job is `process`. Raises: UserError: see `cluster.detect_process`."""
+    """Values of a command's arguments by name, without --verbose; `process` is this process's
+    place in its job. Raises: UserError: see `cluster.detect_process`."""
     values = vars(parser.parse_intermixed_args(arguments))
     del values["verbose"]
     if "process_id" in values:
@@ -139,9 +120,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, An
 
 def write_output(path: pathlib.Path, content: str, *, flag: str) -> None:
     """Writes a file that a user named, which may be a link, or a device such as /dev/stdout.
-
-    Raises: UserError if it cannot be written.
-    """
+    Raises: UserError if it cannot be written."""
     try:
         if path.exists() and not path.is_file():
             with path.open("w", encoding="utf-8") as file:
@@ -181,9 +160,7 @@ def run_command(main: Callable[[list[str]], None]) -> None:
         code, message = _explain(error)
         if "--verbose" in sys.argv and message is not None:
             message = f"{traceback.format_exc()}{message}"
-        message = errors.escape(message or traceback.format_exc().rstrip(), keep="\n\t")
-        if (index := distributed.this_process().index) > 0:
-            message = textwrap.indent(message, distributed.line_prefix(index))
+        message = distributed.to_lines(message or traceback.format_exc())
         print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     if (reason := standard_streams.find_full_disk()) is not None:
@@ -202,14 +179,12 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
             return exit_codes.NEEDS_ATTENTION, str(error)
         case KeyboardInterrupt():
             return exit_codes.INTERRUPTED, str(error) or "interrupted"
-    failed_peer = distributed.find_failed_peer()
-    if failed_peer is not None:
+    if (failed_peer := distributed.find_failed_peer()) is not None:
         # this error follows from the peer's, and its traceback would hide the cause
         index, code = failed_peer
         return code, f"ends because process {index} failed with exit code {code}"
-    message = None
+    message = cuda_plugin.explain(error)
     if distributed.this_process().num_processes > 1 and _LOST_PEER.search(str(error)):
         reason = errors.first_line(error)
         message = f"cannot reach another process of this run, which may have been killed: {reason}"
-    message = message or cuda_plugin.explain(error)
     return exit_codes.INTERNAL_ERROR, message

@@ -36,16 +36,13 @@ _HEAD = (
 class _Option:
     """An option of the input, and what becomes of it."""
 
-    name: str
-    """Dotted name in the input."""
+    name: str  # dotted, in the input
     value: Any
-    field: str | None = None
-    """The field that replaces it, or field=value."""
+    field: str | None = None  # that replaces it, or field=value
     note: str = ""
     words: Sequence[str] = ()
     """`key.path=value` that set its value; none if it cannot be kept."""
-    is_set: bool = False
-    """True if the config has its value."""
+    is_set: bool = False  # the config has its value
 
     def describe(self) -> tuple[str, str]:
         """Heading and line of the comment about it."""
@@ -113,7 +110,7 @@ def _read_options(name: str, value: Any) -> Iterator[_Option]:
     counterpart = config_file.SCHEMA.find_counterpart(name)
     field = counterpart.field if counterpart is not None else None
     if field not in ("data.train", "data.eval") or not value:
-        for inner, inner_value in foreign_names.flatten(name, value):
+        for inner, inner_value in yaml_io.flatten(value, name, keeps_empty=True):
             yield _make_option(inner, inner_value, inner)
         return
     entries = value.split(",") if isinstance(value, str) else value
@@ -124,7 +121,7 @@ def _read_options(name: str, value: Any) -> Iterator[_Option]:
             continue
         # with `path: json`, data_files are the source
         for key in sorted(map(str, entry), key=lambda key: key != "data_files"):
-            for inner, inner_value in foreign_names.flatten(key, entry[key]):
+            for inner, inner_value in yaml_io.flatten(entry[key], key, keeps_empty=True):
                 own = "subset" if inner == "name" else inner
                 yield _make_option(f"{name}.{index}.{inner}", inner_value, f"{prefix}.{own}")
 

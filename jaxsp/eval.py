@@ -18,27 +18,21 @@ def main(arguments: list[str]) -> None:
     text = "config to use; default: that of the run"
     add("--config", dest="config_path", metavar="CONFIG.yaml", help=text)
     text = "file that the results are appended to, with a plot of needles beside it; default: "
-    add(
-        "--out", metavar="FILE", help=f"{text}eval.jsonl, tasks.jsonl and needle.png of a local run"
-    )
+    text += "eval.jsonl, tasks.jsonl and needle.png of a local run"
+    add("--out", metavar="FILE", help=text)
     text = "file of --out of another model, or its run: also print a table of differences"
     add("--baseline", metavar="FILE", help=text)
     group = parser.add_argument_group("lm-evaluation-harness (pip install 'jaxsp[lm-eval]')")
     add = group.add_argument
     add("--lm-eval", metavar="TASKS", help="its tasks to evaluate too, with commas between them")
+    shots = "examples in prompts; default: the task's"
+    text = "make prompts a chat, with examples as its turns, by data.chat_template and "
+    text += "data.chat_template_kwargs; default: plain text"
     options = [
         add("--lm-eval-tasks", dest="folder", metavar="FOLDER", help="folder of more tasks"),
         add("--limit", type=int, metavar="N", help="records of each of its tasks; default: all"),
-        add(
-            "--num-fewshot", type=int, metavar="N", help="examples in prompts; default: the task's"
-        ),
-        add(
-            "--apply-chat-template",
-            action="store_true",
-            default=None,
-            help="make prompts a chat, with examples as its turns, by data.chat_template and "
-            "data.chat_template_kwargs; default: plain text",
-        ),
+        add("--num-fewshot", type=int, metavar="N", help=shots),
+        add("--apply-chat-template", action="store_true", default=None, help=text),
     ]
     values = cli.parse(parser, arguments)
     harness_options = {option.dest: values.pop(option.dest) for option in options}

@@ -13,12 +13,9 @@ def main(arguments: list[str]) -> None:
     add("out", metavar="OUT_DIR", help="folder to create; must not exist, or be empty")
     text = "adds the adapters of a LoRA run to the base, and exports the whole model"
     add("--merge", action="store_true", help=text)
-    add(
-        "--source",
-        metavar="FOLDER_OR_NAME",
-        help="the checkpoint that the run started from, if it is no longer at model.source; only "
-        "with adapters, frozen weights, and multimodal models that are exported whole",
-    )
+    text = "the checkpoint that the run started from, if it is no longer at model.source; only "
+    text += "with adapters, frozen weights, and multimodal models that are exported whole"
+    add("--source", metavar="FOLDER_OR_NAME", help=text)
     text = "dtype of a model's weights; default: the run's compute_dtype"
     add("--dtype", choices=("bfloat16", "float32"), help=text)
     values = cli.parse(parser, arguments)

@@ -19,10 +19,7 @@ _DEVICE_TYPE = re.compile(r"[a-z]+\d[\w-]*")
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the command.
-
-    Raises: UserError for what training would refuse, and for conflicting flags.
-    """
+    """Runs the command. Raises: UserError for what training would refuse, conflicting flags."""
     values = parse_arguments(arguments)
     config = config_file.load(values.pop("config"), values.pop("changes"))
     json_file = values.pop("json")
@@ -55,10 +52,9 @@ def parse_arguments(arguments: list[str]) -> dict[str, Any]:
     add("--data", action="store_true", help=text)
     mode = parser.add_mutually_exclusive_group()
     parser.set_defaults(mode="step")
-    for name, text in (
-        ("longest", "finds the longest row that fits"),
-        ("meshes", "plans every mesh of these devices, and ranks them"),
-    ):
+    modes = {"longest": "finds the longest row that fits"}
+    modes["meshes"] = "plans every mesh of these devices, and ranks them"
+    for name, text in modes.items():
         mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=text)
     add("--json", metavar="FILE", type=pathlib.Path, help="writes the plan as JSON")
     # Rewrites `--device a100 h100` to `--device a100 --device h100`

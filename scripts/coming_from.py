@@ -31,7 +31,10 @@ def render_parts() -> dict[str, str]:
     text = pathlib.Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     names = {system: listed.split() for system, listed in yaml_io.load(text).items()}
     found = {name: find_counterpart(name) for listed in names.values() for name in listed}
-    order = {counterpart: at for at, counterpart in enumerate(foreign_names.list_counterparts())}
+    order = {
+        counterpart: at
+        for at, counterpart in enumerate(dict.fromkeys(foreign_names.read_table()[0].values()))
+    }
     found = dict(sorted(found.items(), key=lambda item: order.get(item[1], -1)))
     parts = {"options": _render_options(names, found)}
     parts |= {kind: _render_reasons(kind, found) for kind in ("not needed", "not offered")}

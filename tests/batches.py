@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsp.attention.attend import Attend, as_kernel
-from jaxsp.attention.choice import AttentionChoice
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
+from jaxsp.attention.selection import AttentionChoice
 from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import EXPERTS, LayerConfig, ModelConfig, Rope

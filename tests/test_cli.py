@@ -84,6 +84,7 @@ def test_a_lost_connection_to_another_process_is_one_line(
     assert ("Traceback" in printed, len(printed.splitlines()) == 1) == (not is_short, is_short)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["lambda _: print('a')", "lambda _: 1 / 0"])
 def test_output_that_cannot_be_written_does_not_change_the_exit_code(command):
     """Python would end with 120."""

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxsp import convert
-from jaxsp.config import foreign_names, yaml_io
+from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
 from jaxsp.run import config_file
 
@@ -121,7 +121,7 @@ def test_every_option_is_in_the_output_which_loads(tmp_path, text):
         line.removeprefix("#   ") for line in output.splitlines() if line.startswith("#   ")
     ]
     for name, value in yaml_io.load(text).items():
-        for inner, _ in foreign_names.flatten(name, value):
+        for inner, _ in yaml_io.flatten(value, name, keeps_empty=True):
             assert any(line.startswith(f"{inner} = ") for line in comments), inner
     assert config.batch.rows_per_step == ROWS[text]
     assert "hf_abcdef" not in output

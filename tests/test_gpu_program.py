@@ -77,6 +77,7 @@ def num_calls(text: str) -> tuple[int, int]:
     )
 
 
+@pytest.mark.slow
 def test_attention_sends_bfloat16_in_6_all_to_alls_per_layer_and_microbatch(small):
     # forward q, k and v together, and the output; backward both again, then their transposes
     calls = [sent for sent in hlo.parse_collectives(small[1]) if sent.operation == "all-to-all"]
@@ -84,6 +85,7 @@ def test_attention_sends_bfloat16_in_6_all_to_alls_per_layer_and_microbatch(smal
     assert {dtype for sent in calls for dtype in sent.bytes_by_dtype} == {"bf16"}
 
 
+@pytest.mark.slow
 def test_cudnn_is_called_once_per_bin_length_forward_and_not_again_backward(small):
     slots, text = small
     expected = 4 * 3  # layers and microbatches
@@ -98,6 +100,7 @@ def test_remat_full_calls_cudnn_forward_again_in_the_backward_pass():
     assert num_calls(small_step(1, remat="full")) == (2 * 4 * 3, 4 * 3)
 
 
+@pytest.mark.slow
 def test_offloaded_activations_are_in_host_memory_with_their_full_size():
     """Layer inputs, and attention outputs of the same size, of a device: 2,048 tokens of 1,024
     numbers in bfloat16 for each of 4 layers."""

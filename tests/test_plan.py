@@ -271,7 +271,7 @@ def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan
     assert layers == [32, MODEL["num_hidden_layers"]]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
     """Runs the command without a cache, a login, data and a GPU. Nothing listens at port 9."""

@@ -139,7 +139,7 @@ def test_a_nan_loss_stops_the_run_and_saves_finite_weights(tmp_path):
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_step_times_include_waits_for_data_but_not_late_logging(tmp_path, monkeypatch):
     write_documents(tmp_path, [128] * 8)
     read_step = BatchLoader.read_step
@@ -201,7 +201,7 @@ def test_export_refuses_a_folder_that_is_not_empty(tmp_path):
         export.main([str(tmp_path), str(tmp_path / "out")])
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])
 def test_an_export_warns_if_transformers_would_load_another_tokenizer(tmp_path, capsys, model_type):
     """With model_type qwen2, AutoTokenizer always makes a Qwen2Tokenizer."""

@@ -80,7 +80,7 @@ def test_torchrun_starts_a_job(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "0 of 2", "1 of 2"}
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_an_error_that_both_processes_find_ends_both(tmp_path):
     config, _ = two_processes.write_config(tmp_path, name="run", data=2, seq=4)
     processes = two_processes.start("-m", "jaxsp.train", config, "mesh.data=3")

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxsp.attention import kernel_selection
-from jaxsp.attention.choice import AttentionChoice
+from jaxsp.attention import selection
 from jaxsp.attention.kernels import residuals
 from jaxsp.attention.kernels.kernel import (
     FunctionKernel,
@@ -26,6 +25,8 @@ from jaxsp.attention.kernels.kernel import (
     ScoreConfig,
 )
 from jaxsp.attention.kernels.residuals import AttentionFunctions
+from jaxsp.attention.kernels.segments import Segments
+from jaxsp.attention.selection import AttentionChoice
 from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.core.layout import Layout
 
@@ -82,9 +83,8 @@ class Attend:
         """
         row_tokens = tokens_per_device * self.strategy.seq
         with jax.named_scope(SCOPE):
-            return self.strategy.tokens.make_tables(
-                self.kernel, self.settings, starts_BM, lengths_BM, row_tokens=row_tokens
-            )
+            rows = Segments(starts_BM, lengths_BM)
+            return self.strategy.tokens.make_tables(self.kernel, self.settings, rows, row_tokens)
 
     def __call__(
         self,
@@ -116,33 +116,28 @@ class Attend:
             arrays = starts_BM, lengths_BM, tables, jax.lax.stop_gradient(q_BlHK)
             starts_BM, lengths_BM, tables, _ = jax.lax.optimization_barrier(arrays)
             q_BLhK, k_BLgK, v_BLgK = heads.to_heads(q_BlHK, k_BlGK, v_BlGK)
-            mask = self._make_mask(starts_BM, lengths_BM, num_tokens=q_BLhK.shape[1])
+            mask: Callable[[Array], Array] = lambda x: x
+            # Whatever a kernel computes at padding, even NaN, is dropped. Kernels that mask padding
+            # themselves do so with fewer passes over their inputs
+            if not self.kernel.masks_padding:
+                inside_BL = tokens.segment_mask(starts_BM, lengths_BM, q_BLhK.shape[1])
+                inside_BL11 = inside_BL[..., None, None]
+                mask = lambda x: jnp.where(inside_BL11, x, jnp.zeros((), x.dtype))
             out_BLhK = residuals.attend(
                 self.functions,
                 tokens.segment_mask,
                 [mask(x) for x in (q_BLhK, k_BLgK, v_BLgK)],
-                (starts_BM, lengths_BM, *([] if tables is None else [tables])),
+                Segments(starts_BM, lengths_BM, tables),
                 kind=kind if len(self.kinds) > 1 else 0,
                 sinks_H=None if sinks_H is None else heads.own_heads(sinks_H),
             )
             return heads.to_tokens(mask(out_BLhK))
 
-    def _make_mask(
-        self, starts_BM: Array, lengths_BM: Array, *, num_tokens: int
-    ) -> Callable[[Array], Array]:
-        """Returns a function that sets padding to 0: whatever a kernel computes there, even NaN, is
-        dropped. Kernels that mask padding themselves do so with fewer passes over their inputs."""
-        if self.kernel.masks_padding:
-            return lambda x: x
-        inside_BL = self.strategy.tokens.segment_mask(starts_BM, lengths_BM, num_tokens)
-        inside_BL11 = inside_BL[..., None, None]
-        return lambda x: jnp.where(inside_BL11, x, jnp.zeros((), x.dtype))
-
 
 def as_kernel(kernel: str | Kernel | Callable[..., Array]) -> Kernel:
     """Returns a kernel, given itself, its name, or a function for whole rows."""
     if isinstance(kernel, str):
-        return kernel_selection.KERNELS[kernel]
+        return selection.KERNELS[kernel]
     return kernel if isinstance(kernel, Kernel) else FunctionKernel(kernel)
 
 
@@ -167,7 +162,7 @@ def make_attend(
         strategy = combine(seq)
     kernel = as_kernel(kernel)
     settings = settings or KernelSettings()
-    kernel_selection.raise_if_whole_rows_only(kernel, strategy)
+    selection.raise_if_whole_rows_only(kernel, strategy)
     kinds = tuple(dict.fromkeys(layer_scores))
     if isinstance(kernel, FunctionKernel):
         assert len(kinds) == 1, f"a function has one kind of layer, and there are {len(kinds)}"

@@ -1,13 +1,20 @@
-"""Choice of the strategy and the kernel of a run."""
+"""Choice of the strategy and the kernel of a run, and its description."""
 
+import collections
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxsp.attention import kernel_selection
-from jaxsp.attention.choice import AttentionChoice
+from jaxsp.attention.kernels.blockwise import BlockwiseKernel
+from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import (
     Device,
+    Kernel,
+    KernelSettings,
+    KernelWorkload,
+    ScoreConfig,
+    UnsupportedReason,
     divisors,
     min_device_bytes,
 )
@@ -22,13 +29,38 @@ from jaxsp.attention.strategies.workload import (
     count_workloads,
     drop_long_windows,
 )
-from jaxsp.core import errors
+from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
-from jaxsp.system import memory_limits
+from jaxsp.system import hardware
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CudnnKernel(), BlockwiseKernel())}
+"""Kernels by name. `auto` uses the first that has no unsupported reasons."""
 
 NETWORK_COST = 8.0
 """Time of a byte through a device's network card, in times of a byte over its NVLink: 370 over 48
 GB/s for an H100 (planning/gpus.yaml)."""
+
+_MIN_MENTIONED_LSE_BYTES = 64 * units.MIB
+"""Minimum memory of log-sum-exps that a description mentions."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionChoice:
+    """Strategy, kernel and settings of attention, for rows of one length. Processes compare its
+    `repr`."""
+
+    strategy: Strategy
+    alternatives: tuple[tuple[str, int], ...]
+    """Descriptions of the other strategies that `auto` considered, with their `sent_bytes`."""
+    sent_bytes: int
+    """Bytes that each device sends per layer and microbatch if attention's results are saved for
+    the backward pass, whatever memory.remat is: the mean of all layers."""
+    kernel: Kernel
+    settings: KernelSettings
+    fallback_reason: str
+    """Reason that `auto` did not use its first kernel; empty if it did."""
+    layer_scores: tuple[ScoreConfig, ...]
+    """Scores of each layer, without windows that are at least as long as the rows."""
 
 
 class StrategyOption(NamedTuple):
@@ -61,19 +93,17 @@ def choose_attention(
     # As if attention were saved, so that memory options do not change the choice
     layers = count_workloads(rows, model)
     workloads = [strategy.kernel_workload(layer) for layer in layers]
-    kernel, fallback_reason = kernel_selection.choose(
-        requested.kernel, workloads, devices, device_bytes
-    )
-    kernel_selection.raise_if_whole_rows_only(kernel, strategy)
-    settings = kernel_selection.configure(
+    kernel, fallback_reason = _choose_kernel(requested.kernel, workloads, devices, device_bytes)
+    raise_if_whole_rows_only(kernel, strategy)
+    settings = _configure(
         kernel, workloads, requested.head_chunks, fallback_reason, devices, device_bytes
     )
-    layer = _any_layer(layers)
-    others = _auto_candidates(requested, layer, seq=rows.seq)
-    sent_bytes = {
-        candidate: _mean_sent_bytes(candidate, layers)
-        for candidate in (strategy, *_without_problems(others, layer))
-    }
+    layer = next(iter(layers))  # their heads are equal
+    others = _list_automatic(requested, layer, seq=rows.seq) if rows.seq > 1 else []
+    sent_bytes = {}
+    for candidate in (strategy, *_without_problems(others, layer)):
+        total = sum(count * sum(candidate.sent_bytes(x).values()) for x, count in layers.items())
+        sent_bytes[candidate] = total // sum(layers.values())
     return AttentionChoice(
         strategy=strategy,
         alternatives=tuple(
@@ -103,10 +133,20 @@ def choose_strategy(requested: AttentionConfig, rows: GroupRows, model: HasHeads
     if rows.seq == 1:
         return combine(1)
     layers = count_workloads(rows, model)
-    layer = _any_layer(layers)
-    candidates = _without_problems(_candidates(requested, layer, seq=rows.seq), layer)
+    layer = next(iter(layers))
+    candidates = _without_problems(_list_candidates(requested, layer, seq=rows.seq), layer)
     best = min(candidates, key=lambda c: (_link_time(c, layers), -c.heads.degree))
-    _raise_if_options_unused(requested, best)
+    for option in _list_exchange_options():
+        value = getattr(requested, option)
+        default = AttentionConfig.model_fields[option].default
+        if option not in best.tokens.options and value != default:
+            users = [name for name, x in registry.TOKEN_EXCHANGES.items() if option in x.options]
+            raise UserError(
+                f"attention.{option} = {value}: applies only to {errors.format_choices(users)}, "
+                f"and attention.strategy is {requested.strategy} ({best.description}). Use "
+                f"attention.{option}={default or 'null'}, or attention.strategy="
+                f"{errors.format_choices(users)}."
+            )
     problem = best.find_problem(layer)
     if problem is not None:
         raise UserError(problem)
@@ -122,7 +162,7 @@ def list_options(
         return [StrategyOption("none shared", {})]
     if requested.strategy != "auto":
         return [StrategyOption(requested.strategy, {"strategy": requested.strategy})]
-    layer = _any_layer(count_workloads(rows, model))
+    layer = next(iter(count_workloads(rows, model)))
     unused = {
         field: AttentionConfig.model_fields[field].default
         for field in ("ulysses_degree", *_list_exchange_options())
@@ -161,32 +201,25 @@ def _list_all(
     return strategies
 
 
+def _list_automatic(
+    requested: AttentionConfig, layer: LayerWorkload, *, seq: int
+) -> list[Strategy]:
+    """Strategies that `auto` considers."""
+    return [x for x in _list_all(requested, layer, seq=seq) if x.tokens.is_automatic]
+
+
 def _legal_degrees(layer: LayerWorkload, *, seq: int) -> list[int]:
     """Numbers of neighbors that can share the heads, the largest first."""
     return [n for n in reversed(divisors(seq)) if layer.num_heads % n == 0]
 
 
-def _any_layer(layers: Mapping[LayerWorkload, int]) -> LayerWorkload:
-    """One of the workloads: the heads, which decide whether a strategy is possible, are equal."""
-    return next(iter(layers))
-
-
-def _mean_sent_bytes(strategy: Strategy, layers: Mapping[LayerWorkload, int]) -> int:
-    """Bytes that each device sends per layer and microbatch: the mean of all layers."""
-    total = sum(
-        num_layers * sum(strategy.sent_bytes(layer).values())
-        for layer, num_layers in layers.items()
-    )
-    return total // sum(layers.values())
-
-
 def _link_time(strategy: Strategy, layers: Mapping[LayerWorkload, int]) -> float:
     """Time that a strategy's collectives take in all layers, in bytes over NVLink.
 
-    Nodes have memory_limits.DEVICES_PER_NODE devices, so that a plan and a run on any nodes choose
+    Nodes have hardware.DEVICES_PER_NODE devices, so that a plan and a run on any nodes choose
     the same strategy.
     """
-    node_devices = memory_limits.DEVICES_PER_NODE
+    node_devices = hardware.DEVICES_PER_NODE
     # groups of another size than a node's lie on nodes in several ways, which repeat after this
     period = math.lcm(strategy.seq, node_devices)
     time = 0.0
@@ -202,7 +235,7 @@ def _link_time(strategy: Strategy, layers: Mapping[LayerWorkload, int]) -> float
     return time
 
 
-def _candidates(
+def _list_candidates(
     requested: AttentionConfig, layer: LayerWorkload, *, seq: int
 ) -> Sequence[Strategy]:
     """Strategies to choose from, at least one. Raises: UserError if there is none."""
@@ -230,19 +263,9 @@ def _candidates(
         )
     if name in registry.TOKEN_EXCHANGES:
         return _list_all(requested, layer, seq=seq, name=name)
-    candidates = _auto_candidates(requested, layer, seq=seq)
+    candidates = _list_automatic(requested, layer, seq=seq)
     whole_rows = [candidate for candidate in candidates if candidate.layout.keeps_order]
     return whole_rows or candidates
-
-
-def _auto_candidates(
-    requested: AttentionConfig, layer: LayerWorkload, *, seq: int
-) -> list[Strategy]:
-    """Strategies that `auto` considers."""
-    if seq == 1:
-        return []
-    candidates = _list_all(requested, layer, seq=seq)
-    return [c for c in candidates if c.tokens.is_automatic]
 
 
 def _without_problems(candidates: Sequence[Strategy], layer: LayerWorkload) -> Sequence[Strategy]:
@@ -251,17 +274,166 @@ def _without_problems(candidates: Sequence[Strategy], layer: LayerWorkload) -> S
     return fitting or candidates
 
 
-def _raise_if_options_unused(requested: AttentionConfig, strategy: Strategy) -> None:
-    """Raises: UserError for a field of the config's attention that has no effect."""
-    for option in _list_exchange_options():
-        value = getattr(requested, option)
-        default = AttentionConfig.model_fields[option].default
-        if option in strategy.tokens.options or value == default:
-            continue
-        users = [name for name, x in registry.TOKEN_EXCHANGES.items() if option in x.options]
-        raise UserError(
-            f"attention.{option} = {value}: applies only to {errors.format_choices(users)}, and "
-            f"attention.strategy is {requested.strategy} ({strategy.description}). Use "
-            f"attention.{option}={default or 'null'}, or attention.strategy="
-            f"{errors.format_choices(users)}."
+def _choose_kernel(
+    name: str,
+    workloads: Sequence[KernelWorkload],
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> tuple[Kernel, str]:
+    """The requested kernel, or the first that supports all workloads; and the reason that an
+    earlier kernel cannot run, empty if there is none.
+
+    Raises: UserError if the requested kernel does not support a workload.
+    """
+
+    def find_reasons(kernel: Kernel) -> list[UnsupportedReason]:
+        reasons = (
+            kernel.unsupported_reasons(workload, devices=devices, device_bytes=device_bytes)
+            for workload in workloads
         )
+        return next(filter(None, reasons), [])
+
+    requested = KERNELS.get(name)
+    if requested is not None:
+        reasons = find_reasons(requested)
+        if reasons:
+            raise UserError(
+                f"attention.kernel = {name}: {requested.title} {reason.reason}. {reason.suggestion}"
+                for reason in reasons
+            )
+        return requested, ""
+    fallback_reason = ""
+    needs_chunks = workloads[0].chunks_per_row > 1
+    for kernel in KERNELS.values():
+        if needs_chunks and not _has_chunk_kernel(kernel):
+            continue
+        reasons = find_reasons(kernel)
+        if not reasons:
+            return kernel, fallback_reason
+        fallback_reason = fallback_reason or f"{kernel.title} {reasons[0].reason}"
+    raise AssertionError("one kernel supports everything")
+
+
+def _configure(
+    kernel: Kernel,
+    workloads: Sequence[KernelWorkload],
+    requested_chunks: int | None,
+    fallback_reason: str,
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> KernelSettings:
+    """Settings that all kinds of layers share, with the largest memory that a kind needs.
+
+    Raises: UserError for head chunks that a kind of layer does not support.
+    """
+    if requested_chunks is not None and not kernel.supports_head_chunks:
+        supporting = [k.name for k in KERNELS.values() if k.supports_head_chunks]
+        because = f", because {fallback_reason}" if fallback_reason else ""
+        raise UserError(
+            f"attention.head_chunks = {requested_chunks}: works only with the "
+            f"{errors.format_choices(supporting)} kernel, and this is {kernel.name}{because}. "
+            "Use attention.head_chunks=null."
+        )
+
+    def configure(workload: KernelWorkload, chunks: int | None) -> KernelSettings:
+        legal = kernel.legal_head_chunks(workload)
+        if chunks is not None and chunks not in legal:
+            raise UserError(
+                f"attention.head_chunks = {chunks}: must divide the {workload.num_heads} query and "
+                f"{workload.num_kv_heads} K/V heads of a device into equal chunks that the kernel "
+                f"supports for {workload.num_tokens:,} tokens. Use {errors.format_choices(legal)}, "
+                "or null."
+            )
+        return kernel.configure(
+            workload, devices=devices, device_bytes=device_bytes, head_chunks=chunks
+        )
+
+    settings = [configure(workload, requested_chunks) for workload in workloads]
+    most_chunks = max(x.head_chunks for x in settings)
+    if any(x.head_chunks != most_chunks for x in settings):
+        legal = set.intersection(*(set(kernel.legal_head_chunks(x)) for x in workloads))
+        enough = [n for n in sorted(legal) if n >= most_chunks]
+        if not enough:
+            kv_heads = max(x.num_kv_heads for x in workloads)
+            raise UserError(
+                f"attention.head_chunks = null: some layers need {most_chunks} head chunks, and "
+                "the heads of layers with windows cannot be divided into that number. Use "
+                f"attention.kv_heads_per_gather={kv_heads}."
+            )
+        settings = [configure(workload, enough[0]) for workload in workloads]
+    return dataclasses.replace(
+        settings[0],
+        capacity_factor=min(x.capacity_factor for x in settings),
+        workspace_bytes=max(x.workspace_bytes for x in settings),
+        lse_bytes=max(x.lse_bytes for x in settings),
+    )
+
+
+def raise_if_whole_rows_only(kernel: Kernel, strategy: Strategy) -> None:
+    """Raises: UserError if the strategy needs chunks of rows and the kernel computes none."""
+    if strategy.layout.keeps_order or _has_chunk_kernel(kernel):
+        return
+    names = errors.format_choices(k.name for k in KERNELS.values() if _has_chunk_kernel(k))
+    raise UserError(
+        f"attention.kernel = {kernel.name}: computes whole rows only, and {strategy.description} "
+        f"needs chunks of them. Use attention.kernel={names}, or attention.strategy=ulysses."
+    )
+
+
+def _has_chunk_kernel(kernel: Kernel) -> bool:
+    return kernel.make_chunk_kernel(KernelSettings(), ScoreConfig()) is not None
+
+
+def describe_choice(choice: AttentionChoice, model: HasHeads) -> str:
+    """Describes a choice in one line.
+
+    Windows and softcaps are given with the number of layers that have them if not all do, such as
+    `52 of 62 layers: each token sees the last 1,024 of its document`.
+    """
+    settings = choice.settings
+    kernel = f"{choice.kernel.describe()} kernel"
+    if settings.head_chunks > 1:
+        kernel += f", heads in {settings.head_chunks} chunks"
+    if settings.copies_segments:
+        kernel += (
+            f", segments copied to rows of their own in {settings.capacity_factor} times the memory"
+        )
+    if settings.lse_bytes >= _MIN_MENTIONED_LSE_BYTES:
+        kernel += f", whose log-sum-exps need {settings.lse_bytes / units.MIB:,.0f} MiB"
+    parts: collections.Counter[str] = collections.Counter()
+    for score in choice.layer_scores:
+        if score.window is not None:
+            parts[f"each token sees the last {score.window:,} of its document"] += 1
+        if score.softcap is not None:
+            parts[f"scores are capped at {score.softcap:g}"] += 1
+    num_layers = len(choice.layer_scores)
+    for part, count in parts.items():
+        kernel += (
+            f", {part}" if count == num_layers else f", {count} of {num_layers} layers: {part}"
+        )
+    reason = ""
+    if choice.fallback_reason:
+        reason = f" ({choice.kernel.name} because {choice.fallback_reason})"
+    strategy = choice.strategy
+    if strategy.seq == 1:
+        return f"{kernel}, all heads on each device{reason}"
+    heads, kv_heads = strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
+    held = (
+        f"each device has {heads} of {model.num_heads} query heads and "
+        f"{kv_heads} of {model.num_kv_heads} K/V heads"
+    )
+    layout = strategy.layout
+    if not layout.keeps_order:
+        held += f", and {layout.chunks_per_device} of {layout.num_chunks} chunks of each row"
+    average = " on average" if len(set(choice.layer_scores)) > 1 else ""
+    traffic = (
+        f"it sends {units.format_bytes(choice.sent_bytes)} per layer and microbatch{average} "
+        "if attention is not recomputed"
+    )
+    if choice.alternatives:
+        alternatives = ", ".join(
+            f"{description}: {units.format_bytes(num_bytes)}"
+            for description, num_bytes in choice.alternatives
+        )
+        traffic += f" (alternatives: {alternatives})"
+    return f"{strategy.description}, {kernel}; {held}; {traffic}{reason}"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention.cached_attention import CachedKeys, attend_to_cache
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
@@ -19,7 +19,6 @@ from jaxsp.blocks.block import (
     MixerInput,
     NextToken,
     RowInputs,
-    TokenInputs,
     Workload,
 )
 from jaxsp.blocks.config import LayerConfig, ModelConfig
@@ -41,7 +40,12 @@ class AttentionInput(MixerInput):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.q, self.k, self.v = self._declare_projections(config)
-        self.gate = self._declare_gate(config)
+        gate = None
+        if config.attention_gate == "gate_proj":
+            dim = config.num_heads * config.head_dim
+            name = "self_attn.gate_proj"
+            gate = Linear(config.hidden_size, dim, hf_name=name, bias=False, config=config)
+        self.gate = gate
         self.q_norm = self._declare_qk_norm("q", config.num_heads, config)
         self.k_norm = self._declare_qk_norm("k", config.num_kv_heads, config)
         self.config = config
@@ -61,13 +65,6 @@ class AttentionInput(MixerInput):
             for name, size in zip("qkv", rows, strict=True)
         ]
 
-    def _declare_gate(self, config: ModelConfig) -> Linear | None:
-        if config.attention_gate != "gate_proj":
-            return None
-        dim = config.num_heads * config.head_dim
-        name = "self_attn.gate_proj"
-        return Linear(config.hidden_size, dim, hf_name=name, bias=False, config=config)
-
     def _declare_qk_norm(
         self, name: str, num_heads: int, config: ModelConfig
     ) -> Norm | NormWithoutWeight | None:
@@ -79,12 +76,16 @@ class AttentionInput(MixerInput):
         dim = num_normalized * config.head_dim
         return Norm(dim, hf_name=f"self_attn.{name}_norm", config=config)
 
-    def project(
-        self, x_BlD: Float[Array, "B l D"], tokens: TokenInputs
-    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def __call__(
+        self,
+        x_BlD: Float[Array, "B l D"],
+        positions_Bl: Int32[Array, "B l"],
+        keys: Keys | None,
+        rope_index: Int32[Array, ""] | int = 0,
+    ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
         """q [B, l, H, K], k and v [B, l, G, K]; and the gate [B, l, H, K], if there is one."""
         config = self.config
-        positions_Bl, keys, rope_index = tokens
+        x_BlD, mlp_input = self.normalize(x_BlD)
         angles = rope.compute_angles(positions_Bl, config.ropes, rope_index)
         q = self.q(x_BlD, keys)
         carried: tuple[Array, ...] = ()
@@ -103,7 +104,7 @@ class AttentionInput(MixerInput):
         k = rope.rotate(k, angles, is_interleaved=config.rope_interleaved)
         if config.query_scale is not None:
             q = rope.scale_queries(q, positions_Bl, config.query_scale)
-        return (q, k, v), carried
+        return (q, k, v), (mlp_input, *carried)
 
     def _split_heads(
         self, x: Array, norm: Norm | NormWithoutWeight | None

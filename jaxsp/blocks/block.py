@@ -19,23 +19,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxsp.attention.attend import Attend
-from jaxsp.attention.choice import AttentionChoice
+from jaxsp.attention.selection import AttentionChoice
 from jaxsp.attention.strategies.workload import GroupRows
 from jaxsp.blocks.block_config import NormNames
 from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, Weights, apply_norm, declare_norm, scale
 from jaxsp.core.batch import Batch
-
-
-class TokenInputs(NamedTuple):
-    """Inputs of a mixer's projections besides the activations of tokens."""
-
-    positions_Bl: Int32[Array, "B l"]
-    keys: Keys | None
-    """Random keys for dropout; None: no dropout."""
-    rope_index: Int32[Array, ""] | int
-    """Index of the layer's RoPE into `ModelConfig.ropes`."""
 
 
 class RowInputs(NamedTuple):
@@ -99,29 +89,24 @@ class Workload:
 
 
 class MixerInput(nnx.Module):
-    """Part of a layer before the mixing: the norm, and the projections of a subclass."""
+    """Part of a layer before the mixing: the norm, and projections of a subclass.
+
+    A subclass has `__call__(x_BlD, positions_Bl, keys, rope_index=0)`, with keys as in
+    `FeedForward` and the index of the layer's RoPE into `ModelConfig.ropes`. It returns the arrays
+    that are mixed, and those that the part after it gets too, `mlp_input` of `normalize` first.
+    """
 
     def __init__(self, config: ModelConfig):
         self.norm = declare_norm(config.hidden_size, config.norm_names.pre_attention, config)
         self.is_parallel = config.is_parallel
 
-    def __call__(
-        self, x_BlD: Float[Array, "B l D"], tokens: TokenInputs
-    ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
-        """The arrays that are mixed, and those that the part after it gets too.
-
-        The first carried one is the feed-forward's input, if it is that of the mixer
-        (`ModelConfig.is_parallel`), else None.
-        """
+    def normalize(
+        self, x_BlD: Float[Array, "B l D"]
+    ) -> tuple[Float[Array, "B l D"], Float[Array, "B l D"] | None]:
+        """Input of the projections; and the same as mlp_input, if that of the feed-forward is that
+        of the mixer (`ModelConfig.is_parallel`), else None."""
         x_BlD = apply_norm(self.norm, x_BlD)
-        mixed, carried = self.project(x_BlD, tokens)
-        return mixed, (x_BlD if self.is_parallel else None, *carried)
-
-    def project(
-        self, x_BlD: Float[Array, "B l D"], tokens: TokenInputs
-    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """The arrays that are mixed, and those that `Mixer.declare_output`'s module also gets."""
-        raise NotImplementedError
+        return x_BlD, x_BlD if self.is_parallel else None
 
 
 Statistics = dict[str, Any]
@@ -264,10 +249,10 @@ class LayerOutput(nnx.Module):
         x_BlD: Float[Array, "B l D"],
         mixed: Float[Array, "B l ..."],
         mlp_input: Float[Array, "B l D"] | None,
+        keys: Keys | None,
         *carried: Array,
-        keys: Keys | None = None,
     ) -> tuple[Float[Array, "B l D"], Statistics]:
-        """Args: mlp_input, carried: see `MixerInput`. keys: as in `FeedForward`."""
+        """Args: keys: as in `FeedForward`. mlp_input, carried: see `MixerInput`."""
         out_BlD = self.o(mixed, *carried, keys=keys)
         x_BlD = x_BlD + scale(apply_norm(self.output_norm, out_BlD), self.residual_scale)
         if mlp_input is None:

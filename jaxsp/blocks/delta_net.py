@@ -8,6 +8,7 @@ Source: Yang et al. 2024, arXiv:2412.06464.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from jaxsp.blocks.block import (
     MixerInput,
     NextToken,
     RowInputs,
-    TokenInputs,
     Workload,
 )
 from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
@@ -132,18 +132,18 @@ class DeltaNetInput(MixerInput):
         )
         self.strength_scale = sizes.strength_scale
 
-    def project(
-        self, x_BlD: Float[Array, "B l D"], tokens: TokenInputs
-    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def __call__(
+        self, x_BlD: Float[Array, "B l D"], positions_Bl: Array, keys: Keys | None, *_: Any
+    ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
         """q, k and v [B, l, X], decays' logarithms and strengths [B, l, H] in float32; the gate."""
-        keys = tokens.keys
+        x_BlD, mlp_input = self.normalize(x_BlD)
         strength = jax.nn.sigmoid(self.b(x_BlD, keys)).astype(jnp.float32)
         strength = scale(strength, self.strength_scale)
         a32 = self.a(x_BlD, keys).astype(jnp.float32)
         step, decay = (jnp.broadcast_to(param[...], a32.shape) for param in (self.step, self.decay))
         log_decay = -jnp.exp(decay) * jax.nn.softplus(a32 + step)
         qkv = _join([getattr(self, part)(x_BlD, keys) for part in self.qkv_parts], axis=-1)
-        return (qkv, log_decay, strength), (self.z(x_BlD, keys),)
+        return (qkv, log_decay, strength), (mlp_input, self.z(x_BlD, keys))
 
 
 class Filters(nnx.Module):

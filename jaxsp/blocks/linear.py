@@ -66,18 +66,15 @@ class Linear(nnx.Module):
         return (y32 + bias).astype(y.dtype)
 
 
+@jax.custom_vjp
 def multiply(x: Float[Array, "... i"], weight_oi: Float[Array, "o i"]) -> Float[Array, "... o"]:
     """x W^T in the dtype of x; the gradient of W has the dtype of W: see `layers.Gather`."""
-    return checkpoint_name(_multiply(x, weight_oi), layers.PRODUCT_NAME)
-
-
-@jax.custom_vjp
-def _multiply(x: Array, weight_oi: Array) -> Array:
     return jnp.einsum("...i,oi->...o", x, weight_oi.astype(x.dtype))
 
 
 def _multiply_forward(x: Array, weight_oi: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _multiply(x, weight_oi), (x, weight_oi)
+    product = jnp.einsum("...i,oi->...o", x, weight_oi.astype(x.dtype))
+    return checkpoint_name(product, layers.PRODUCT_NAME), (x, weight_oi)
 
 
 def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
@@ -88,7 +85,7 @@ def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array
     return dx, jnp.einsum("To,Ti->oi", dy_To, x_Ti, preferred_element_type=weight_oi.dtype)
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 class LoraAdapter(nnx.Module):

@@ -25,10 +25,8 @@ from jaxsp.training import trainable
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.
-
 Source: the finalizers of MurmurHash3 and of C. Wellons' lowbias32; the first ones are primes like
-those of xxHash.
-"""
+those of xxHash."""
 
 _BLOCK_ELEMENTS = 4 * 1024 * 1024
 
@@ -37,9 +35,7 @@ def unpadded_shapes(
     table: layers.Weights, items: Mapping[str, Any], *, like: str = "master"
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes without padding, by path.
-
-    Args: items: trees of arrays, such as "master" and "opt". like: name of that of the weights.
-    """
+    Args: items: trees of arrays, such as "master" and "opt". like: name of that of the weights."""
 
     def shapes_like(param: Parameter, weight: Any, tree: Any) -> Any:
         if quantization.is_quantized(param):
@@ -76,9 +72,8 @@ def to_shape(x: Any) -> jax.ShapeDtypeStruct:
 def compute_on_devices(arrays: Mapping[str, Array], unpadded: Mapping[str, Any]) -> dict[str, str]:
     """Returns the checksum of each array: 16 hexadecimal digits, the same in all processes.
 
-    Args:   unpadded: values with the shapes without padding, such as `unpadded_shapes`.
     Memory: an array in host memory is copied to its devices one layer at a time, or whole if it has
-            no layers.
+        no layers.
     """
     programs = compile_programs(arrays, unpadded)
     # One program at a time: with several in flight, CPU devices can wait for each other forever
@@ -115,33 +110,28 @@ def _format_hex(sums: np.ndarray) -> str:
 
 @functools.cache
 def _compile(like: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.stages.Compiled:
-    sharding: Any = like.sharding
-    replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    program = jax.jit(_sum_bits, static_argnums=1, out_shardings=replicated)
-    return program.lower(like, shape).compile()
-
-
-def _sum_bits(x: Array, shape: tuple[int, ...]) -> UInt32[Array, "two"]:
     def sum_block(block: Array, start: UInt32[Array, ""] | np.uint32) -> UInt32[Array, "two"]:
         bits = jax.lax.bitcast_convert_type(block, f"uint{8 * block.dtype.itemsize}")
         return _sum_block(bits.astype(jnp.uint32), shape or (1,), start)
-
-    if not host_memory.is_on_host(x) or len(shape) < 3:  # an array without layers is copied whole
-        return sum_block(jnp.atleast_1d(host_memory.to_device(x)), np.uint32(0))
 
     def sum_layer(layer: tuple[Array, Array]) -> UInt32[Array, "two"]:
         start, x_layer = layer
         return sum_block(host_memory.to_device(x_layer)[None], start)
 
-    sums = jax.lax.map(sum_layer, (jnp.arange(shape[0], dtype=jnp.uint32), x))
-    return sums.sum(0, dtype=jnp.uint32)
+    def sum_bits(x: Array) -> UInt32[Array, "two"]:
+        if not host_memory.is_on_host(x) or len(shape) < 3:  # without layers: copied whole
+            return sum_block(jnp.atleast_1d(host_memory.to_device(x)), np.uint32(0))
+        sums = jax.lax.map(sum_layer, (jnp.arange(shape[0], dtype=jnp.uint32), x))
+        return sums.sum(0, dtype=jnp.uint32)
+
+    sharding: Any = like.sharding
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.jit(sum_bits, out_shardings=replicated).lower(like).compile()
 
 
 def _sum_block(bits: Any, shape: tuple[int, ...], start: Any) -> Any:
     """Returns both sums of a block of an array, in uint32; NumPy's or JAX's.
-
-    Args: shape: that of the whole array, without padding. start: index in its first dim.
-    """
+    Args: shape: that of the whole array, without padding. start: index in its first dim."""
     xp: Any = np if isinstance(bits, np.ndarray) else jnp
     first, *others = xp.indices(bits.shape, dtype=np.uint32, sparse=True)
     dim_indices = (first + start, *others)

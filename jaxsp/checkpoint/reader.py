@@ -8,7 +8,7 @@ import json
 import logging
 import pathlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,10 +25,7 @@ from jaxsp.training import trainable
 from jaxsp.training.train_state import TrainState
 
 META_FILE = f"{run_paths.META}/metadata"
-
 _MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,10 +44,8 @@ class EarlyStoppingState:
     num_since_best: int = 0
     """Number of evaluations since the best."""
     is_due: bool = False
-    """True if the next evaluation counts.
-
-    Unscheduled evaluations, such as that of a checkpoint written by a stop, do not count:
-    otherwise a run that is stopped more often would end earlier.
+    """True if the next evaluation counts. Unscheduled evaluations, such as that of a checkpoint
+    written by a stop, do not count: otherwise a run that is stopped more often would end earlier.
     """
 
 
@@ -105,9 +100,7 @@ def write_meta(checkpoint: pathlib.Path, meta: CheckpointMeta) -> None:
 
 def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
     """Reads the metadata of a checkpoint.
-
-    Raises: DamagedCheckpointError; UserError for the fields of another version of jaxsp.
-    """
+    Raises: DamagedCheckpointError; UserError for the fields of another version of jaxsp."""
     # Not with orbax: it would initialize JAX before the config sets the number of devices
     fields = files.read_json(checkpoint / META_FILE)
     if fields is None:
@@ -193,7 +186,7 @@ def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:
     return items
 
 
-def raise_on_all_processes(checkpoint: pathlib.Path, function: Callable[[], _T]) -> _T:
+def raise_on_all_processes(checkpoint: pathlib.Path, function: Callable[[], Any]) -> Any:
     """Calls a function. Raises: DamagedCheckpointError in all processes if one raises it."""
     damage = None
     try:

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from jaxsp.system import run_lock
 
 CHECKPOINTS_DIR = "checkpoints"
-
 DAMAGED_DIR = "damaged"
-
 CONFIG_FILE = run_lock.CONFIG_FILE
 
 LAST_CHECKPOINT_FILE = "last_checkpoint.json"
@@ -17,10 +15,7 @@ LAST_CHECKPOINT_FILE = "last_checkpoint.json"
 vanished would look like one that has not written any yet."""
 
 MASTER = "master"
-
-OPT = "opt"
-"""Item of a checkpoint with the optimizer state; absent without state (sgd)."""
-
+OPT = "opt"  # item of a checkpoint with the optimizer state; absent without state (sgd)
 META = "meta"
 
 
@@ -33,9 +28,7 @@ def name_local(url: str) -> str:
 
 def list_steps(folder: pathlib.Path) -> list[int]:
     """Steps of the checkpoints in a folder, complete or damaged, oldest first.
-
-    Unfinished checkpoints are left out; they have longer names.
-    """
+    Unfinished checkpoints are left out; they have longer names."""
     names = [path.name for path in folder.glob("*") if path.is_dir() and not _is_run_dir(path)]
     # Excludes 007, which the checkpoint of step 7 is never called
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
@@ -44,11 +37,7 @@ def list_steps(folder: pathlib.Path) -> list[int]:
 def find_latest(
     path: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()
 ) -> pathlib.Path | None:
-    """Finds the latest checkpoint of a run directory or of a folder; a checkpoint is returned.
-
-    Args: exclude: checkpoints to skip.
-    Returns: None if there is none.
-    """
+    """Finds the latest checkpoint of a run directory or of a folder; a checkpoint is returned."""
     directory = pathlib.Path(path).resolve()
     is_numbered = directory.name.isdecimal() and directory.parent.name == CHECKPOINTS_DIR
     has_items = (directory / META).is_dir() and (

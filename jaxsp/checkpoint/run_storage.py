@@ -13,7 +13,7 @@ import jax
 
 from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.reader import META_FILE
-from jaxsp.core import files, paths, urls
+from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError
 from jaxsp.system import distributed, run_lock
 from jaxsp.system.object_store import ObjectStore
@@ -34,9 +34,9 @@ def find_steps(names: Iterable[str], file: str = META_FILE) -> set[int]:
 
 def make_local(text: str) -> str:
     """Returns the local copy of a run's or a checkpoint's URL; other texts are returned."""
-    if not urls.is_url(text):
+    if not paths.is_url(text):
         return text
-    urls.check(text)
+    paths.check_url(text)
     url, _, step = text.rstrip("/").partition(f"/{run_paths.CHECKPOINTS_DIR}/")
     store = ObjectStore(url)
     folder = paths.cache_dir() / "downloads" / run_paths.name_local(url)
@@ -50,12 +50,8 @@ def make_local(text: str) -> str:
 def download(
     store: ObjectStore, folder: pathlib.Path, *, steps: set[int] | None = None, is_old: bool = True
 ) -> None:
-    """Makes a local copy equal to the store.
-
-    Args:
-        steps: checkpoints to download; None: all.
-        is_old: True if checkpoints of the copy that the store does not have are to be removed.
-    """
+    """Downloads checkpoints (None: all) and other files of a store into a local copy.
+    Args: is_old: True to remove checkpoints of the copy that the store does not have."""
     folder.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder.with_name(f"{folder.name}.lock")):
         infos = store.list()
@@ -92,9 +88,7 @@ def find_same(store: ObjectStore, folder: pathlib.Path, complete: set[int]) -> s
 @dataclasses.dataclass
 class Uploads:
     """Uploads of one process: its shards, and everything else if it is process 0.
-
-    A checkpoint is complete in the store once its metadata is there, which is uploaded last.
-    """
+    A checkpoint is complete in the store once its metadata is there, which is uploaded last."""
 
     store: ObjectStore
     folder: pathlib.Path
@@ -111,9 +105,7 @@ class Uploads:
 
     def claim(self) -> None:
         """Uploads the files without which the store is not this run's, in process 0.
-
-        Until then, no process may upload a shard: a later start would refuse the store.
-        """
+        Until then, no process may upload a shard: a later start would refuse the store."""
         if jax.process_index() == 0 and (self.folder / run_paths.CONFIG_FILE).exists():
             if not (self.folder / ID_FILE).exists():
                 (self.folder / ID_FILE).write_text(uuid.uuid4().hex)
@@ -126,9 +118,7 @@ class Uploads:
 
     def finish(self, *steps: int) -> None:
         """Uploads everything else, and deletes superseded checkpoints, in process 0.
-
-        Args: steps: checkpoints whose shards are in the store.
-        """
+        Args: steps: checkpoints whose shards are in the store."""
         if jax.process_index() > 0:
             return
         self.claim()

@@ -27,19 +27,16 @@ from jaxsp.checkpoint.run_storage import Uploads
 from jaxsp.core import files, host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.system import distributed
-from jaxsp.system.run_status import RunStatus, read_bytes_written
+from jaxsp.system.watchdog import RunStatus, read_bytes_written
 from jaxsp.training import trainable
 from jaxsp.training.train_state import TrainState
 
 MIN_SLICED_BYTES = 2**20
 """Minimum bytes per device for a replicated array to be written in slices, one from each device.
-
 orbax compiles a program that slices the array, for each shape and device: 56 programs in 5.7 s for
-the small weights of 2 layers on 8 virtual devices (2 shared CPU cores, 2026-11-23).
-"""
+the small weights of 2 layers on 8 virtual devices (2 shared CPU cores, 2026-11-23)."""
 
-POLL_S = 5.0
-"""Seconds between two checks of a write that several processes wait for."""
+POLL_S = 5.0  # seconds between two checks of a write that several processes wait for
 
 _RUNNING, _DONE, _FAILED = range(3)
 
@@ -84,9 +81,7 @@ def start_writes(
 
 def wait_for_commits(commits: Sequence[Any]) -> None:
     """Waits for all commits, even if one fails: only then can their files be removed.
-
-    Raises: the first error.
-    """
+    Raises: the first error."""
     with contextlib.ExitStack() as stack:  # calls all, the first one last
         for commit in commits:
             stack.callback(commit.result)
@@ -115,6 +110,7 @@ class _PendingWrite:
     is_uploading: bool = False
 
 
+@dataclasses.dataclass(eq=False)
 class CheckpointWriter:
     """Writes the checkpoints of a run, `directory/STEP`; the latest and the best are kept.
 
@@ -124,59 +120,48 @@ class CheckpointWriter:
     would wait at a barrier for up to 20 minutes (0.12.8).
     """
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        *,
-        table: layers.Weights,
-        config: CheckpointConfig,
-        status: RunStatus | None = None,
-        before_write: Callable[[], None] = lambda: None,
-        eval_set: dict[str, str] | None = None,
-        is_writer: bool = False,
-        has_separate_folders: bool = False,
-        uploads: Uploads | None = None,
-    ):
-        """Args:
-        before_write: called before each checkpoint; if it raises, the write fails.
-        eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
-        is_writer: this process writes folders and metadata, as process 0 always does.
-        has_separate_folders: see `make_handler`.
-        """
-        self._directory = directory.absolute()
-        self._table = table
-        self._trained = trainable.select_trained(table, table)
-        self._config = config
-        self._status = status or RunStatus()
-        self._before_write = before_write
-        self._eval_set = eval_set
-        self._uploads = uploads
+    directory: pathlib.Path
+    _: dataclasses.KW_ONLY
+    table: layers.Weights
+    config: CheckpointConfig
+    status: RunStatus = dataclasses.field(default_factory=RunStatus)
+    before_write: Callable[[], None] = lambda: None
+    """Called before each checkpoint; if it raises, the write fails."""
+    eval_set: dict[str, str] | None = None
+    """Name and digest of the eval set that ranks checkpoints for `keep_best`."""
+    is_writer: bool = False
+    """This process writes folders and metadata, as process 0 always does."""
+    has_separate_folders: dataclasses.InitVar[bool] = False
+    """See `make_handler`."""
+    uploads: Uploads | None = None
+    compile_s: float = dataclasses.field(default=0.0, init=False)
+    """Seconds that the last `save` waited for the checksum programs to compile."""
+    write_s: float | None = dataclasses.field(default=None, init=False)
+    """Duration of the last write, without the waits for steps between its stages."""
+
+    def __post_init__(self, has_separate_folders: bool) -> None:
+        self.directory = self.directory.absolute()
+        self._trained = trainable.select_trained(self.table, self.table)
         self._num_bytes = 0  # of a checkpoint's arrays; known from the first `save`
         self._progress = 0
         """MiB that all processes have written, or progress of their uploads, at the last poll."""
         self._pending: _PendingWrite | None = None
         self._pool = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._handler = make_handler(has_separate_folders=has_separate_folders)
-        self.compile_s = 0.0
-        """Seconds that the last `save` waited for the checksum programs to compile."""
-        self.write_s: float | None = None
-        """Duration of the last write, without the waits for steps between its stages."""
-        self._is_writer = is_writer or jax.process_index() == 0
-        if self._is_writer:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            retention.remove_unfinished(self._directory)
+        self.is_writer |= jax.process_index() == 0
+        if self.is_writer:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            retention.remove_unfinished(self.directory)
 
     @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the directory, the oldest first."""
-        return run_paths.list_steps(self._directory)
+        return run_paths.list_steps(self.directory)
 
     @property
     def is_uploading(self) -> bool:
         """True while a checkpoint that is complete locally is uploaded. The same in all processes.
-
-        The next one is written after that, so that an upload finds the files that it needs.
-        """
+        The next one is written after that, so that an upload finds the files that it needs."""
         return self._pending is not None and self._pending.is_uploading
 
     def __enter__(self) -> "CheckpointWriter":
@@ -193,7 +178,7 @@ class CheckpointWriter:
     def compile_ahead(self, state: TrainState) -> None:
         """Compiles the checksum programs during the first steps, before the first `save`."""
         # shapes only: the first step reuses the memory of the arrays
-        items = jax.tree.map(checksums.to_shape, reader.list_items(state, self._table))
+        items = jax.tree.map(checksums.to_shape, reader.list_items(state, self.table))
         unpadded = checksums.unpadded_shapes(self._trained, items)
         self._pool.submit(checksums.compile_programs, checksums.name_leaves(items), unpadded)
 
@@ -208,12 +193,12 @@ class CheckpointWriter:
         began = time.monotonic()
         assert self._pending is None, "the previous write has not ended"
         assert meta.step not in self.steps, f"there is a checkpoint of step {meta.step} already"
-        items = reader.list_items(state, self._table)
+        items = reader.list_items(state, self.table)
         self._num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
         unpadded = checksums.unpadded_shapes(self._trained, items)
         arrays = checksums.name_leaves(items)
         compile_began = time.monotonic()
-        with self._status.compiling("checksums"):  # which takes time before the first checkpoint
+        with self.status.compiling("checksums"):  # which takes time before the first checkpoint
             # in the thread, after what `compile_ahead` has started there
             self._pool.submit(checksums.compile_programs, arrays, unpadded).result()
         self.compile_s = time.monotonic() - compile_began
@@ -231,13 +216,13 @@ class CheckpointWriter:
         self, step: int, loss: float | None, *, early_stopping: EarlyStoppingState | None
     ) -> None:
         """Records an evaluation after the checkpoint was written. A failure is only printed."""
-        if not self._is_writer:
+        if not self.is_writer:
             return
-        fields: dict[str, Any] = {"eval_loss": loss, "eval_set": self._eval_set}
+        fields: dict[str, Any] = {"eval_loss": loss, "eval_set": self.eval_set}
         fields |= {"early_stopping": early_stopping, "has_pending_evaluation": False}
         try:
-            self._before_write()
-            path = self._directory / str(step)
+            self.before_write()
+            path = self.directory / str(step)
             reader.write_meta(path, dataclasses.replace(reader.read_meta(path), **fields))
         except (OSError, UserError) as error:
             reason = reader.describe_error(error)
@@ -245,9 +230,7 @@ class CheckpointWriter:
 
     def poll(self, *, wait: bool = False) -> WriteOutcome | None:
         """Returns the outcome of the write once, in all processes, when it has ended.
-
-        Moves: with several processes, 8 bytes between all of them while a write is pending.
-        """
+        Moves: with several processes, 8 bytes between all of them while a write is pending."""
         while (write := self._pending) is not None:
             if wait and write.future is not None:
                 is_watched = jax.process_count() == 1 and not self.is_uploading
@@ -273,23 +256,21 @@ class CheckpointWriter:
 
     def _gather_statuses(self, write: _PendingWrite) -> np.ndarray:
         """Returns the status of the stage in each process.
-
-        Progress of any process in writing or uploading counts for all that wait for it.
-        """
+        Progress of any process in writing or uploading counts for all that wait for it."""
         is_running = write.future is not None and not write.future.done()
         if write.future is not None and not is_running:
             write.error = write.future.exception()
         status = _DONE if write.error is None else _FAILED
         status = _RUNNING if is_running else status
-        uploads = self._uploads if write.is_uploading else None
+        uploads = self.uploads if write.is_uploading else None
         progress = read_bytes_written() // 2**20 if uploads is None else uploads.store.progress
         own = np.array([status, progress % 2**20], np.int32)
         statuses, all_progress = multihost_utils.process_allgather(own).T
         added = int(all_progress.sum()) - self._progress
         self._progress += added
-        is_writing = self._status.activity.is_writing and added > 1  # a progress bar writes less
+        is_writing = self.status.activity.is_writing and added > 1  # a progress bar writes less
         if (uploads is None and is_writing) or (uploads is not None and added != 0):
-            self._status.heartbeat()
+            self.status.heartbeat()
         return statuses
 
     def _write(
@@ -302,8 +283,8 @@ class CheckpointWriter:
         """
         step = meta.step
         partial = self._partial_path(step)
-        self._before_write()
-        if self._is_writer:
+        self.before_write()
+        if self.is_writer:
             shutil.rmtree(partial, ignore_errors=True)
             for name in (*items, run_paths.META):
                 (partial / name).mkdir(parents=True)
@@ -313,12 +294,12 @@ class CheckpointWriter:
 
         def finish_writing() -> None:
             wait_for_commits(commits)
-            if self._uploads is not None and step in self._uploads.complete:
-                self._uploads.delete(step)  # of a part of the run that is repeated
+            if self.uploads is not None and step in self.uploads.complete:
+                self.uploads.delete(step)  # of a part of the run that is repeated
             self.write_s = time.monotonic() - began
 
         yield from self._submit(finish_writing, lambda: self._finalize(meta))
-        if (uploads := self._uploads) is not None:
+        if (uploads := self.uploads) is not None:
             assert self._pending is not None
             self._pending.is_uploading = True
             yield from self._submit(
@@ -327,9 +308,7 @@ class CheckpointWriter:
 
     def _submit(self, *functions: Callable[[], None]) -> Iterator[Future]:
         """Yields stages that call functions in the background.
-
-        A single process needs one stage for all of them, and no poll between two.
-        """
+        A single process needs one stage for all of them, and no poll between two."""
         if jax.process_count() == 1:
             yield self._pool.submit(lambda: [function() for function in functions])
             return
@@ -338,7 +317,7 @@ class CheckpointWriter:
 
     def _finalize(self, meta: CheckpointMeta) -> None:
         """Completes a checkpoint that all processes have written, and deletes superseded ones."""
-        if not self._is_writer:
+        if not self.is_writer:
             return
         began = time.monotonic()
         partial = self._partial_path(meta.step)
@@ -346,13 +325,13 @@ class CheckpointWriter:
             if (partial / item).is_dir():
                 self._handler.finalize(epath.Path(partial / item))
         reader.write_meta(partial, meta)
-        partial.rename(self._directory / str(meta.step))
+        partial.rename(self.directory / str(meta.step))
         # from here on the checkpoint is complete, whatever happens to older ones
         try:
-            files.sync_dir(self._directory)  # its name survives a power failure
-            last = self._directory.parent / run_paths.LAST_CHECKPOINT_FILE
+            files.sync_dir(self.directory)  # its name survives a power failure
+            last = self.directory.parent / run_paths.LAST_CHECKPOINT_FILE
             files.write_json(last, {"step": meta.step})
-            retention.delete_superseded(self._directory, self._config, self._eval_set)
+            retention.delete_superseded(self.directory, self.config, self.eval_set)
         except OSError as error:
             distributed.log(
                 f"checkpoint {meta.step} is complete, but it could not be recorded, or an older "
@@ -364,7 +343,7 @@ class CheckpointWriter:
         """Removes what a failed write left. Args: first: index of the first failed process."""
         step = write.step
         if write.is_uploading:
-            self._uploads = None
+            self.uploads = None
             reason = str(write.error or f"process {first} could not upload its part")
             return WriteOutcome(step=step, failure=None, upload_failure=reason)
         reason = f"process {first} could not write its part"
@@ -374,10 +353,10 @@ class CheckpointWriter:
             reason = os.strerror(int(code[1])) if code else reader.describe_error(write.error)
             if jax.process_index() > 0:
                 distributed.log(f"checkpoint {step}: {reason}")
-        if self._is_writer:
+        if self.is_writer:
             # the next write removes what cannot be removed now
             shutil.rmtree(self._partial_path(step), ignore_errors=True)
-            free = retention.free_bytes(self._directory)
+            free = retention.free_bytes(self.directory)
             if free is not None and free < self._num_bytes:
                 sizes = (self._num_bytes, free, self._num_bytes - free)
                 needed, left, missing = map(units.format_bytes, sizes)
@@ -385,4 +364,4 @@ class CheckpointWriter:
         return WriteOutcome(step=step, failure=reason)
 
     def _partial_path(self, step: int) -> pathlib.Path:
-        return self._directory / f"{step}{files.PARTIAL_SUFFIX}"
+        return self.directory / f"{step}{files.PARTIAL_SUFFIX}"

@@ -1,7 +1,7 @@
 """Help and error messages about config fields: meaning, rule, and a value that works."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -74,14 +74,11 @@ class Schema:
     def __init__(self, config: Section):
         self.config = config
         self.sections = {name: read_field(field) for name, field in config.model_fields.items()}
-        self._adapters: dict[str, pydantic.TypeAdapter[Any]] = {}
-
-    def validate(self, name: str, value: Any) -> ConfigSection:
-        """Makes a section from its fields. Raises: pydantic.ValidationError"""
-        if name not in self._adapters:
-            annotation = self.config.model_fields[name].rebuild_annotation()
-            self._adapters[name] = pydantic.TypeAdapter(annotation)
-        return self._adapters[name].validate_python(value)
+        self.validators: dict[str, Callable[[Any], ConfigSection]] = {
+            name: pydantic.TypeAdapter(field.rebuild_annotation()).validate_python
+            for name, field in config.model_fields.items()
+        }
+        """Functions that make a section from its fields, or raise pydantic.ValidationError."""
 
     def describe_fields(self, names: Iterable[str] | None = None) -> str:
         """Describes every field of sections with type, default and meaning, for --help."""
@@ -139,9 +136,7 @@ class Schema:
 
     def explain_errors(self, findings: Iterable[Any]) -> Iterator[str]:
         """Yields one line per finding of a pydantic.ValidationError, or several for a section.
-
-        A line has the field, its value, the rule and a suggestion.
-        """
+        A line has the field, its value, the rule and a suggestion."""
         listed_sections: set[str] = set()
         for finding in findings:
             path, own, choice = self._resolve(finding["loc"])
@@ -240,7 +235,7 @@ class Schema:
             return
         known = foreign_names.find(name)
         is_section = isinstance(value, dict) and (known is None or known.field is not None)
-        options = foreign_names.flatten(name, value) if is_section else [(name, value)]
+        options = yaml_io.flatten(value, name, keeps_empty=True) if is_section else [(name, value)]
         for option, inner_value in options:
             *option_path, last = option.split(".")
             counterpart = self.find_counterpart(option)
@@ -276,10 +271,8 @@ class Schema:
         return errors.find_nearest(path[0], self.sections)
 
     def find_counterpart(self, name: str) -> Counterpart | None:
-        """Returns the counterpart in jaxsp of another system's option.
-
-        Also of the name of a field without its section, or in a section that jaxsp does not have.
-        """
+        """Returns the counterpart in jaxsp of another system's option. Also of the name of a field
+        without its section, or in a section that jaxsp does not have."""
         counterpart = foreign_names.find(name)
         section_name, dot, _ = name.partition(".")
         if counterpart is not None or (dot and section_name in self.sections):
@@ -317,9 +310,7 @@ class Schema:
         self, path: list[str], value: Any = None, *, own: Section | None = None
     ) -> str:
         """The first sentence about a field, and a value that works; the fields of a section.
-
-        Args: own: class of the section, if it is known.
-        """
+        Args: own: class of the section, if it is known."""
         found = [section for section, _ in self.find_fields(path)]
         for section in [own] if own in found else found[:1]:
             assert section is not None
@@ -360,9 +351,7 @@ class Schema:
 
 def _describe_field(field: FieldInfo, prefix: str, described: set[Section]) -> list[str]:
     """Describes the fields of the sections in a field, those of a choice together.
-
-    Args: described: classes of list entries that need no second description.
-    """
+    Args: described: classes of list entries that need no second description."""
     sections, choice, _ = read_field(field)
     lines = []
     for name in dict.fromkeys(name for kind in sections for name in kind.model_fields):

@@ -15,8 +15,7 @@ from jaxsp.config.fields import ConfigSection, is_for_training
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 
-_MIN_FOREIGN_OPTIONS = 5
-"""Minimum number of unknown options in a config of another system."""
+_MIN_FOREIGN_OPTIONS = 5  # minimum number of unknown options in a config of another system
 
 _STARTER = """\
 run: {directory: runs/first, epochs: 1}
@@ -87,7 +86,7 @@ def parse(
     for key, field in schema.config.model_fields.items():
         if key in fields:
             try:
-                sections[key] = schema.validate(key, fields[key])
+                sections[key] = schema.validators[key](fields[key])
             except pydantic.ValidationError as error:
                 findings += [each | {"loc": (key, *each["loc"])} for each in error.errors()]
         elif not field.is_required():
@@ -97,7 +96,7 @@ def parse(
             for kind in schema.sections[key].sections
             for each in kind.model_fields.values()
         ):
-            sections[key] = schema.validate(key, {})
+            sections[key] = schema.validators[key]({})
         else:
             findings.append({"type": "missing", "loc": (key,), "input": None})
         given = fields.get(key)

@@ -10,13 +10,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 
 from jaxsp.config import yaml_io
-from jaxsp.core import durations, paths, urls
+from jaxsp.core import durations, paths
 
 HERE = "\0"
 """Placeholder for a section's dotted name in messages; `Schema.explain_errors` replaces it."""
 
-BROKEN_RULES = "rules"
-"""Type of pydantic's error for `ConfigSection.find_problems`."""
+BROKEN_RULES = "rules"  # type of pydantic's error for `ConfigSection.find_problems`
 
 
 class ConfigSection(pydantic.BaseModel):
@@ -31,9 +30,7 @@ class ConfigSection(pydantic.BaseModel):
 
     def find_problems(self) -> Iterator[str]:
         """Yields a line for each broken rule about several fields of the section.
-
-        The section is HERE: `f"{self.show('momentum')}: must be 0. Use {HERE}.momentum=0."`
-        """
+        The section is HERE: `f"{self.show('momentum')}: must be 0. Use {HERE}.momentum=0."`"""
         yield from ()
 
     def show(self, name: str) -> str:
@@ -91,8 +88,7 @@ class Choice:
         if self.is_name and isinstance(value, str):
             return value
         if isinstance(value, dict):
-            found = value.get(self.selector, self.default)
-            return found if self.selector not in value else str(found)
+            return str(value[self.selector]) if self.selector in value else self.default
         return getattr(value, self.selector, None)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
@@ -124,8 +120,7 @@ class Choice:
         return [own for own, kind in self.by_name().items() if name in kind.model_fields]
 
 
-MAX_COUNT = 2**31 - 1
-"""Largest count, because arrays on the devices have 32-bit integers."""
+MAX_COUNT = 2**31 - 1  # largest count, because arrays on the devices have 32-bit integers
 
 PositiveCount = Annotated[int, pydantic.Field(ge=1, le=MAX_COUNT)]
 NonNegativeCount = Annotated[int, pydantic.Field(ge=0, le=MAX_COUNT)]
@@ -195,8 +190,8 @@ def expand_home(value: str | None) -> str | None:
     """Replaces a leading `~`. Raises: UserError for a path or URL that cannot exist."""
     if value is None:
         return None
-    if urls.is_url(value):
-        urls.check(value)
+    if paths.is_url(value):
+        paths.check_url(value)
         return value.rstrip("/")
     path = paths.expand_user(value)
     return str(path) if value.startswith("~") else value

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from jaxsp.config import yaml_io
@@ -34,12 +33,9 @@ class Counterpart:
 
 
 def find(name: str) -> Counterpart | None:
-    """Returns the counterpart of an option, or None if the name is not known.
-
-    Ignores case and leading dashes, and reads `-` as `_`. The longest known end of a dotted name
-    counts.
-    """
-    table, _ = _read_table()
+    """Returns the counterpart of the longest known end of a dotted name, None if none is known.
+    Ignores case and leading dashes, and reads `-` as `_`."""
+    table, _ = read_table()
     words = normalize(_LIST_ENTRY.sub("data.train.0", name)).split(".")
     ends = [".".join(words[start:]) for start in range(len(words))]
     known = [end for end in ends if end == normalize(name) or end not in _TOP_LEVEL_ONLY]
@@ -52,20 +48,6 @@ def find(name: str) -> Counterpart | None:
     if entry is None or found.field is None:
         return found
     return dataclasses.replace(found, field=_LIST_ENTRY.sub(entry.group(), found.field))
-
-
-def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the options in a section of another system, with dotted names.
-
-    The mappings of a list are numbered. An empty section is one option.
-    """
-    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        value = dict(enumerate(value)) or value
-    if not value or not isinstance(value, dict):
-        yield name, value
-        return
-    for inner, inner_value in value.items():
-        yield from flatten(f"{name}.{inner}", inner_value)
 
 
 _TOP_LEVEL_ONLY = ["model", "data", "attention", "optimizer", "scheduler", "devices", "trl"]
@@ -82,15 +64,13 @@ def is_off(value: Any) -> bool:
 
 def translate_value(field: str, value: Any) -> Any:
     """Returns jaxsp's value for one of another system: adamw for adamw_torch; others unchanged.
-
-    A value that stands for several fields is `value and field=value`.
-    """
+    A value that stands for several fields is `value and field=value`."""
     if field == "objective.type" and isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, str):
         return value
     key = _LIST_ENTRY.sub("data.train.0", field)
-    return _read_table()[1].get((key, normalize(value)), value)
+    return read_table()[1].get((key, normalize(value)), value)
 
 
 def normalize(name: str) -> str:
@@ -99,7 +79,7 @@ def normalize(name: str) -> str:
 
 
 @functools.cache
-def _read_table() -> tuple[dict[str, Counterpart], dict[tuple[str, str], str]]:
+def read_table() -> tuple[dict[str, Counterpart], dict[tuple[str, str], str]]:
     """Content of counterparts.yaml: counterparts by name, and values of jaxsp by field and value
     of another system."""
     text = pathlib.Path(__file__).with_name("counterparts.yaml").read_text(encoding="utf-8")
@@ -123,8 +103,3 @@ def _read_table() -> tuple[dict[str, Counterpart], dict[tuple[str, str], str]]:
         for name in (value, *names.split())
     }
     return by_name, values
-
-
-def list_counterparts() -> tuple[Counterpart, ...]:
-    """Lists all counterparts, in the order of the config's sections."""
-    return tuple(dict.fromkeys(_read_table()[0].values()))

@@ -25,11 +25,8 @@ _FLOAT = "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader without PyYAML's surprises.
-
-    YAML 1.1, as in PyYAML, reads 3e-4 as text, 010 as 8 and 12:30 as 750. Here, 3e-4 is a number
-    and the others are text.
-    """
+    """Loader without PyYAML's surprises. YAML 1.1, as in PyYAML, reads 3e-4 as text, 010 as 8 and
+    12:30 as 750. Here, 3e-4 is a number and the others are text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -65,7 +62,6 @@ _Dumper.add_representer(
 
 def load(text: str) -> Any:
     """Returns the value of a text. Raises: yaml.YAMLError if it is not YAML, or too large."""
-    loader = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -80,9 +76,6 @@ def load(text: str) -> Any:
         is_deep = isinstance(error, RecursionError)
         reason = "it is nested too deeply" if is_deep else errors.first_line(error)
         raise yaml.YAMLError(reason) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int | None], *, depth: int) -> int:
@@ -153,17 +146,16 @@ def shorten(text: str, max_chars: int = 80) -> str:
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
-def flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each value of nested fields with its name as in `key.path=value`.
-
-    A list of mappings has nested fields; another list is a value, unless it is empty.
-    """
-    is_nested = isinstance(fields, dict) or (
-        isinstance(fields, list) and all(isinstance(entry, dict) for entry in fields)
-    )
-    if not is_nested:
+def flatten(
+    fields: Any, field: str = "", *, keeps_empty: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Yields each value of nested fields with its name as in `key.path=value`. A list of mappings
+    has nested fields; another list is a value. Empty ones are skipped unless `keeps_empty`."""
+    is_mapping = isinstance(fields, dict)
+    is_list = isinstance(fields, list) and all(isinstance(entry, dict) for entry in fields)
+    if not (is_mapping or is_list) or (keeps_empty and not fields):
         yield field, fields
         return
-    items = fields.items() if isinstance(fields, dict) else enumerate(fields)
-    for name, value in items:
-        yield from flatten(value, f"{field}.{name}" if field else str(name))
+    for name, value in fields.items() if is_mapping else enumerate(fields):
+        inner = f"{field}.{name}" if field else str(name)
+        yield from flatten(value, inner, keeps_empty=keeps_empty)

@@ -3,11 +3,8 @@
 REPLICA = "replica"
 DATA = "data"
 SEQ = "seq"
-
 ALL = (REPLICA, DATA, SEQ)
-
-GROUPS = (REPLICA, DATA)
-"""Axes that rows are split over; each index is one sequence-parallel group."""
+GROUPS = (REPLICA, DATA)  # axes that rows are split over; each index is one sequence-parallel group
 
 SHARDS = (DATA, SEQ)
 """Axes that weights, gradients and optimizer state are sharded over; replicas repeat them."""

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsp.core import axes
 
-NO_LABEL = -100
-"""Label of tokens that have no loss."""
+NO_LABEL = -100  # label of tokens that have no loss
 
 POSITION_LIMIT = 2**25
 """Maximum number of tokens in a document (33,554,432): the RoPE tables end there."""
@@ -36,9 +35,7 @@ else:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
     """Pairs of documents of one step, the same on all devices. Unused places are at the end.
-
-    P is the largest possible number of pairs, `max_pairs`.
-    """
+    P is the largest possible number of pairs, `max_pairs`."""
 
     references_P2: Any
     """Log-probability of each document by the reference model, float32; 0 if none is used."""
@@ -105,11 +102,8 @@ def partition_specs(batch: Batch) -> Batch:
 
 
 def max_pairs(*, rows_per_step: int, max_segments: int) -> int:
-    """Largest number of pairs of a step.
-
-    A row has at most one document of a pair in two rows, whose other one may be in another step of
-    an evaluation.
-    """
+    """Largest number of pairs of a step. A row has at most one document of a pair in two rows,
+    whose other one may be in another step of an evaluation."""
     return rows_per_step * ((max_segments + 1) // 2)
 
 

@@ -11,9 +11,7 @@ _MAX_DURATION = timedelta(hours=240_000)
 
 def parse(value: object) -> timedelta:
     """Parses a number with a unit: `25s`, `110m` or `1.5h`. A `timedelta` is returned unchanged.
-
-    Raises: ValueError with the rule, for a field's validator.
-    """
+    Raises: ValueError with the rule, for a field's validator."""
     if isinstance(value, timedelta):
         return value
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smh])", str(value))

@@ -39,24 +39,17 @@ class UserError(ValueError):
         """Args: is_named: True if the problems begin with a field, so that `at` adds nothing."""
         lines = [problems] if isinstance(problems, str) else [*problems]
         super().__init__(lines)
-        self.problems = lines
+        self.problems = [_to_line(problem) for problem in lines]
         self.is_named = is_named
-
-    @property
-    def problems(self) -> list[str]:
-        """One line for each problem, safe to print."""
-        return self._problems
-
-    @problems.setter
-    def problems(self, lines: Iterable[str]) -> None:
-        # the middle of a line with a large value is cut out: its end has the suggestion
-        self._problems = [
-            line if len(line) <= 10_000 else f"{line[:5000]} ... {line[-5000:]}"
-            for line in map(escape, lines)
-        ]
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
+
+
+def _to_line(problem: str) -> str:
+    """A problem, safe to print, and short: the end of a long line has the suggestion."""
+    line = escape(problem)
+    return line if len(line) <= 10_000 else f"{line[:5000]} ... {line[-5000:]}"
 
 
 @contextmanager
@@ -76,7 +69,7 @@ def at(name: str, *value: object) -> Iterator[None]:
             place = name.rpartition(".")[0] if value else name
             is_field = re.compile(r"\.\w[^/:]*( = |: )").match  # and not ../texts.jsonl
             error.problems = [
-                f"{place if is_field(problem) else f'{prefix}: '}{problem}"
+                _to_line(f"{place if is_field(problem) else f'{prefix}: '}{problem}")
                 for problem in error.problems
             ]
             error.is_named = bool(value)

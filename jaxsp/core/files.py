@@ -27,9 +27,7 @@ _DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
 
 def write_atomic(path: pathlib.Path, content: str | bytes, *, is_durable: bool = True) -> None:
     """Writes a small file so that readers see either the old content or the new one, as a whole.
-
-    Args: is_durable: make it survive a power failure, which takes a disk some milliseconds.
-    """
+    Args: is_durable: make it survive a power failure, which takes a disk some milliseconds."""
     partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
     with partial.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -53,9 +51,7 @@ def write_json(path: pathlib.Path, result: dict[str, Any]) -> None:
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
     """Returns the fields of a JSON file; None if it does not exist or is damaged.
-
-    Raises: OSError if it cannot be read for another reason, such as permissions.
-    """
+    Raises: OSError if it cannot be read for another reason, such as permissions."""
     try:
         return parse_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -73,9 +69,7 @@ def parse_json(content: bytes | str | None) -> dict[str, Any] | None:
 
 def is_damage(error: Exception) -> bool:
     """True for an error that a damaged or missing file may cause; False for a machine fault.
-
-    Damage can cause any error in a library that parses the file.
-    """
+    Damage can cause any error in a library that parses the file."""
     if isinstance(error, OSError):
         return error.errno in _DAMAGE_ERRNOS
     return not isinstance(error, MemoryError)

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-MEMORY_KIND = "pinned_host"
-"""Memory kind of a sharding whose arrays are in host memory."""
+MEMORY_KIND = "pinned_host"  # memory kind of a sharding whose arrays are in host memory
 
 
 def is_on_host(x: Array) -> bool:

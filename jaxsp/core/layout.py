@@ -90,5 +90,4 @@ class Layout:
         return np.argsort(self.token_order(row_tokens))
 
 
-KEPT_ORDER = Layout()
-"""The layout of rows that keep their order."""
+KEPT_ORDER = Layout()  # the layout of rows that keep their order

@@ -1,7 +1,8 @@
-"""Checks of paths in the config."""
+"""Checks of paths, and of URLs of object stores (s3://bucket/path), in the config."""
 
 import os
 import pathlib
+import re
 import stat
 
 from jaxsp.core.errors import UserError
@@ -9,9 +10,7 @@ from jaxsp.core.errors import UserError
 
 def expand_user(text: str) -> pathlib.Path:
     """Returns the path with a leading `~` or `~name` replaced by that user's home folder.
-
-    Raises: UserError for a user who does not exist, and for a name that no file can have.
-    """
+    Raises: UserError for a user who does not exist, and for a name that no file can have."""
     try:
         # pathlib drops a leading ./, so ./~x would become ~x
         path = pathlib.Path(text).expanduser() if text.startswith("~") else pathlib.Path(text)
@@ -51,3 +50,24 @@ def check_folder(path: pathlib.Path) -> None:
         return
     except OSError as error:
         raise UserError(f"cannot be used: {error.strerror}. Name another folder.") from None
+
+
+def is_url(text: str) -> bool:
+    """True if a text begins like a URL, of an object store or not."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+def check_url(url: str) -> None:
+    """Checks the form of a URL. Raises: UserError with the rule and an example."""
+    scheme, _, path = url.partition("://")
+    if scheme not in ("s3", "gs"):  # each has an extra in pyproject.toml
+        raise UserError("must be a path or begin with s3:// or gs://. Use s3://bucket/path.")
+    example = f"{scheme}://bucket/path"
+    if re.search(r"[@?#]", path):
+        raise UserError(
+            "must have only a bucket and a path, without credentials or options, which come from "
+            f"the environment. Use {example}."
+        )
+    parts = path.rstrip("/").split("/")
+    if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts):
+        raise UserError(f"must name a bucket and a path in it. Use {example}.")

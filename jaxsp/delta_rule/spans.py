@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,7 @@ from jaxsp.core.layout import Layout
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSpans:
     """Division of a row into spans of consecutive tokens, equally many and equally long on each of
-    the devices along `seq`.
-
-    A device has one span if rows keep their order.
-    """
+    the devices along `seq`. A device has one span if rows keep their order."""
 
     seq: int
     layout: Layout
@@ -32,7 +28,6 @@ class RowSpans:
 
     @property
     def span_tokens(self) -> int:
-        """Tokens of a span."""
         if self.layout.keeps_order:
             return self.tokens_per_device
         return math.gcd(self.tokens_per_device, self.layout.chunk_tokens(self.row_tokens))
@@ -142,9 +137,9 @@ def find_segments(
 ) -> OwnSegments:
     """Places of tokens in their segments. Args: tokens_l: the tokens' numbers within the row."""
     is_begun_BlM = (starts_BM[:, None] <= tokens_l[None, :, None]) & (lengths_BM > 0)[:, None]
-    find_last: Callable[[Array], Array] = lambda x_BM: jnp.max(
-        jnp.where(is_begun_BlM, x_BM[:, None], -1), axis=-1
+    ends_BM = starts_BM + lengths_BM
+    start_Bl, end_Bl = (
+        jnp.max(jnp.where(is_begun_BlM, x_BM[:, None], -1), axis=-1)
+        for x_BM in (starts_BM, ends_BM)
     )
-    start_Bl = find_last(starts_BM)
-    end_Bl = find_last(starts_BM + lengths_BM)
     return OwnSegments(tokens_l[None] - start_Bl, tokens_l[None] < end_Bl)

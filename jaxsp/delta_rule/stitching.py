@@ -65,7 +65,12 @@ def stitch(
     elif spans.layout.keeps_order:
         incoming = _stitch_devices(of_span, spans, is_reversed=is_reversed)
     else:
-        incoming = _stitch_spans(of_span, spans, is_reversed=is_reversed)
+        # from the maps of all spans of the row
+        in_order = AffineMap(*(spans.gather_in_order(x) for x in of_span))
+        start = jnp.zeros_like(of_span.u[0])
+        step = lambda x, span: (span(x), x)
+        _, entering = jax.lax.scan(step, start, in_order, reverse=is_reversed)
+        incoming = entering[spans.own_ranks()]
     _, states = jax.lax.scan(lambda x, section: (section(x), x), incoming, by_section)
     if is_reversed:
         states = jnp.flip(states, 0)
@@ -91,12 +96,3 @@ def _stitch_devices(own: AffineMap, spans: RowSpans, *, is_reversed: bool) -> Ar
         )
         distance *= 2
     return spans.shift(done.u, distance=1, is_reversed=is_reversed)
-
-
-def _stitch_spans(own: AffineMap, spans: RowSpans, *, is_reversed: bool) -> Array:
-    """State that enters each of this device's spans, from the maps of all spans of the row."""
-    in_order = AffineMap(*(spans.gather_in_order(x) for x in own))
-    _, states = jax.lax.scan(
-        lambda x, span: (span(x), x), jnp.zeros_like(own.u[0]), in_order, reverse=is_reversed
-    )
-    return states[spans.own_ranks()]

@@ -5,21 +5,22 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsp.blocks import layers
+from jaxsp.blocks import layers, rope
 from jaxsp.core.errors import UserError
+from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.loader import StepCounts
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.evaluation import long_ppl, setting_fields, token_losses
+from jaxsp.evaluation import long_ppl, token_losses
 from jaxsp.evaluation.long_ppl import LongPPL
 from jaxsp.evaluation.position_losses import PositionFields, PositionSums
-from jaxsp.evaluation.setting_fields import SettingFields
 from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import PairObjective, Sft
@@ -28,6 +29,25 @@ from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_gradients import BatchLosses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SettingFields:
+    """Settings of an evaluation, in lines of eval.jsonl, tasks.jsonl and lm_eval.jsonl."""
+
+    row_tokens: int
+    """Row length of the evaluation, in tokens."""
+    compute_dtype: str
+    """model.compute_dtype."""
+    rope: str | None
+    """Rotary embeddings, as the banner describes changed ones. null without any."""
+
+
+def describe_settings(spec: StepSpec) -> dict[str, Any]:
+    """Returns the settings of a step that evaluates: see `SettingFields`."""
+    text = rope.describe(spec.model, is_changed=True) or None
+    config = spec.config
+    return {"row_tokens": config.row_tokens, "compute_dtype": config.compute_dtype, "rope": text}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +77,8 @@ class EvalFields(PositionFields, SettingFields):
 
 
 def identify_eval_set(data: PackedDataset) -> dict[str, str]:
-    """Returns the name and the digest of an eval set.
-
-    The digest covers tokens, labels, and the cuts of documents longer than a row: with the same
-    digest, the same weights have the same loss up to rounding.
-    """
+    """Returns the name and the digest of an eval set: of tokens, labels, and cuts of documents
+    longer than a row. With the same digest, the same weights have the same loss up to rounding."""
     parts = [*data.digests, hashlib.sha256(data.documents.lengths.tobytes()).hexdigest()]
     if any(source.has_long_documents() for source in data.documents.sources):
         parts += [data.documents.long_documents, str(data.stream.row_tokens)]
@@ -78,7 +95,6 @@ class Evaluator:
     def __init__(
         self, spec: StepSpec, eval_sets: Sequence[PackedDataset], *, has_long_ppl: bool = False
     ):
-        """Args: has_long_ppl: also compute LongPPL (eval.long_ppl)."""
         one_microbatch = spec.respec(rows_per_step=spec.global_microbatch_rows)
         self.spec = dataclasses.replace(one_microbatch, has_weights=False)
         self._eval_sets = eval_sets
@@ -91,17 +107,13 @@ class Evaluator:
     def _compute_losses(self) -> jax.stages.Compiled:
         return train_step.compile_token_losses(self.spec)
 
-    def compile(self, *, needs_eval_sets: bool = True) -> None:
-        """Compiles now instead of at the first evaluation, by default if there are eval sets."""
-        if self._eval_sets or not needs_eval_sets:
-            _ = self._compute_losses
+    def compile(self) -> None:
+        """Compiles now instead of at the first evaluation."""
+        _ = self._compute_losses
 
     def for_texts(self) -> "Evaluator":
-        """The evaluator for texts: itself, unless its data sets are pairs.
-
-        The losses of tokens are the same: a run with an objective for pairs trains a language
-        model. Raises: UserError for a reward model, which predicts no tokens.
-        """
+        """Evaluator for texts: itself, unless its data are pairs. Raises: UserError for a reward
+        model."""
         if not self.spec.objective.has_pairs:
             return self
         if self.spec.model.has_scores:
@@ -115,12 +127,7 @@ class Evaluator:
     def run(
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
     ) -> Iterator[Line]:
-        """Yields the line of these weights for each eval set.
-
-        Args:
-            num_steps: number of training steps of the weights.
-            on_batch: called after each batch.
-        """
+        """Yields the line of these weights for each eval set. Calls `on_batch` after each batch."""
         for data in self._eval_sets:
             yield self.evaluate(data, master, num_steps=num_steps, on_batch=on_batch)
 
@@ -132,34 +139,34 @@ class Evaluator:
         num_steps: int,
         on_batch: Callable[[], None] = lambda: None,
     ) -> Line:
-        """Returns the line of these weights for one eval set. Args: see `run`."""
+        """Returns the line of these weights for one eval set."""
         _ = self._compute_losses
         began = time.perf_counter()
         documents = DocumentSums(len(data.documents.lengths))
         positions = PositionSums(data.documents.lengths)
         is_sft = not self.spec.objective.has_pairs
+        has_long_ppl = is_sft and self._has_long_ppl
         takers = [documents.add, positions.add] if is_sft else [documents.add]
-        all_losses = None
-        if is_sft and self._has_long_ppl:
+        if has_long_ppl:
             all_losses = DocumentLosses(data.documents.lengths)
             takers.append(all_losses.add)
         sums = self._run_batches(data, master, on_batch, takers)
         if self.spec.model.has_scores:  # a score predicts no token
             del sums["num_correct"]
-        sums |= (
-            {"loss_sum": documents.losses_D.sum()}
-            if is_sft
-            else _sum_pairs(self.spec, data.documents, documents)
-        )
+        if is_sft:
+            sums["loss_sum"] = documents.losses_D.sum()
+        else:
+            sums |= _sum_pairs(self.spec, data.documents, documents)
         values = metric_table.compute_metrics(sums)
         has_perplexity = is_sft and values["loss"] < 700
         digest = identify_eval_set(data)["digest"] if all(data.digests) else None
         long_ppl_result = LongPPL(None, None)
-        if all_losses is not None:
+        if has_long_ppl:
             texts = long_ppl.cut(data)
             short_losses = DocumentLosses(np.array([len(text.tokens) for text in texts], np.int64))
             if texts:
-                short_data = long_ppl.pack(texts, self.spec.config)
+                arrays = [text.tokens for text in texts], [text.labels for text in texts]
+                short_data = dataset.pack_arrays("short texts", *arrays, **self.spec.config.packing)
                 self._run_batches(short_data, master, on_batch, [short_losses.add])
             long_ppl_result = long_ppl.compute(texts, all_losses, short_losses)
         fields = EvalFields(
@@ -171,7 +178,7 @@ class Evaluator:
             seconds=time.perf_counter() - began,
             **long_ppl_result._asdict(),
             **vars(positions.make_fields()),
-            **vars(setting_fields.describe(self.spec)),
+            **describe_settings(self.spec),
         )
         return metric_table.make_line(fields, sums | values)
 
@@ -200,14 +207,24 @@ class Evaluator:
         placement = self.spec.placement
         loader = data.make_loader(schedule, placement)
         sums: Sums = {}
-        dispatched = ((compute_losses(master, batch), counts) for batch, counts in loader.batches())
-        for losses, counts in _fetch_one_behind(dispatched):
+
+        def fetch(dispatched: BatchLosses, counts: StepCounts) -> None:
+            losses = jax.device_get(dispatched)
             tokens = token_losses.find_tokens(losses, counts, placement.layout)
             for take in takers:
                 take(tokens)
             for name, value in losses.sums.items():
                 sums[name] = sums.get(name, 0) + _widen(value)
             on_batch()
+
+        running: tuple[BatchLosses, StepCounts] | None = None
+        for batch, counts in loader.batches():
+            following = compute_losses(master, batch), counts
+            if running is not None:
+                fetch(*running)
+            running = following
+        if running is not None:
+            fetch(*running)
         return sums
 
 
@@ -238,27 +255,6 @@ def _sum_pairs(spec: StepSpec, documents: Documents, sums: DocumentSums) -> Sums
     return jax.tree.map(lambda x: _widen(np.asarray(x)), measured) | counts
 
 
-def is_due(every: int | str | None, number: int) -> bool:
-    """True if an action with an interval of `every` steps is due after a step.
-
-    Intervals in epochs or time are not counted in steps.
-    """
-    return isinstance(every, int) and number % every == 0
-
-
 def _widen(sums: np.ndarray) -> np.ndarray:
     """Sums in 64 bits."""
     return sums.astype(np.int64 if np.issubdtype(sums.dtype, np.integer) else np.float64)
-
-
-def _fetch_one_behind(
-    dispatched: Iterable[tuple[BatchLosses, StepCounts]],
-) -> Iterator[tuple[BatchLosses, StepCounts]]:
-    """Yields the losses of each batch, and its counts, after the next batch is dispatched."""
-    running = None
-    for batch in dispatched:
-        if running is not None:
-            yield jax.device_get(running[0]), running[1]
-        running = batch
-    if running is not None:
-        yield jax.device_get(running[0]), running[1]

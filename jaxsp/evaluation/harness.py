@@ -26,8 +26,7 @@ from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.packing import dataset
-from jaxsp.evaluation import setting_fields
-from jaxsp.evaluation.evaluator import Evaluator
+from jaxsp.evaluation.evaluator import Evaluator, describe_settings
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.training.metric_table import Line
 
@@ -47,10 +46,7 @@ class HarnessModel(TemplateLM):
         stop_ids: Sequence[int],
         chat: DataConfig | None = None,
     ):
-        """Args: chat: config of the chat template; None: prompts are plain text.
-
-        Raises: UserError without an end token, or without the chat template that prompts need.
-        """
+        """Args: chat: config of the chat template; None: prompts are plain text."""
         super().__init__()
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -66,7 +62,7 @@ class HarnessModel(TemplateLM):
         # tokens that the model sees before the last one that it predicts
         self.max_length = self._spec.config.row_tokens - 1
         self._renderer = None
-        self.settings = vars(setting_fields.describe(self._spec)) | {"chat_template_kwargs": None}
+        self.settings = describe_settings(self._spec) | {"chat_template_kwargs": None}
         if chat is not None:
             self._renderer = chat_template.make_prompt_renderer(chat, tokenizer)
             self.settings["chat_template_kwargs"] = chat.chat_template_kwargs
@@ -113,10 +109,8 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether greedy decoding would write it.
-
-        Contexts lose their beginning if they do not fit.
-        """
+        """Log-likelihood of each continuation, and True if it is greedy. Contexts lose their
+        beginning."""
         documents = []
         labels = []
         for texts, context, continuation in requests:
@@ -161,17 +155,22 @@ class HarnessModel(TemplateLM):
         return np.bincount(owners, scores, minlength=len(requests)).tolist()
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers to prompts, each up to the first of its stop texts.
-
-        Prompts lose their beginning if they do not fit beside the answer.
-        """
+        """Answers up to the first stop text. Prompts lose their beginning if they do not fit."""
         grouped: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             grouped.setdefault(repr(request.args[1]), []).append(number)
         answers = [""] * len(requests)
         for numbers in grouped.values():
             options = harness_models.normalize_gen_kwargs(requests[numbers[0]].args[1])
-            sampling = _choose_sampling(options)
+            known = {"max_gen_toks", "until", "do_sample", "temperature", "top_p"}
+            if unknown := sorted(options.keys() - known):
+                raise UserError(
+                    f"--lm-eval: its task asks for {', '.join(unknown)}, which jaxsp's generation "
+                    "does not have. Export the model with jaxsp export, and use the harness's own "
+                    "hf or vllm model."
+                )
+            temperature = options.get("temperature", 1.0 if options["do_sample"] else 0.0)
+            sampling = Sampling(temperature=temperature, top_p=options.get("top_p", 1.0))
             max_new_tokens = options["max_gen_toks"]
             stops = [*options["until"], self.tokenizer.decode([self.eot_token_id])]
             limit = max(1, self.max_length + 1 - max_new_tokens)
@@ -196,18 +195,6 @@ class HarnessModel(TemplateLM):
         return harness_models.postprocess_generated_text(text, stops, None)
 
 
-def _choose_sampling(options: dict[str, Any]) -> Sampling:
-    """Sampling of a request. Raises: UserError for options that jaxsp does not have."""
-    known = ("max_gen_toks", "until", "do_sample", "temperature", "top_p")
-    if unknown := sorted(options.keys() - set(known)):
-        raise UserError(
-            f"--lm-eval: its task asks for {', '.join(unknown)}, which jaxsp's generation does not "
-            "have. Export the model with jaxsp export, and use the harness's own hf or vllm model."
-        )
-    temperature = options.get("temperature", 1.0 if options["do_sample"] else 0.0)
-    return Sampling(temperature=temperature, top_p=options.get("top_p", 1.0))
-
-
 class HarnessTasks(NamedTuple):
     """Tasks of the harness, which exist."""
 
@@ -218,17 +205,12 @@ class HarnessTasks(NamedTuple):
     num_fewshot: int | None
     """Number of examples in prompts; None: those of the task."""
     apply_chat_template: bool
-    """True: prompts are chats; otherwise plain text."""
 
 
 def find_tasks(names: str, *, folder: str | None, **options: Any) -> HarnessTasks:
-    """Finds tasks before anything is computed.
+    """Finds tasks, groups or patterns, also in a folder. Raises: UserError
 
-    Args:
-        names: names of tasks, groups or patterns, with commas between them.
-        folder: folder of more tasks.
-        options: other fields of HarnessTasks.
-    Raises: UserError for tasks that there are none of, and for numbers that are too small.
+    Args: options: other fields of HarnessTasks.
     """
     if folder is not None and not pathlib.Path(folder).is_dir():
         raise UserError(f"--lm-eval-tasks = {folder}: there is no such folder. Name one with YAML.")
@@ -250,11 +232,9 @@ def find_tasks(names: str, *, folder: str | None, **options: Any) -> HarnessTask
 
 
 def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tuple[list[Line], str]:
-    """Evaluates tasks of the harness, with its own prompts, scores and seeds.
+    """Evaluates tasks of the harness, with its own prompts, scores and seeds. Raises: UserError
 
-    Args: num_steps: training steps of the weights.
     Returns: a line for each task, and the harness's table of results.
-    Raises: UserError if a task's data cannot be downloaded.
     """
     # simple_evaluate() would do it, run git in the current folder, and list the machine's packages
     random.seed(defaults.DEFAULT_RANDOM_SEED)
@@ -282,18 +262,12 @@ def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tup
         ) from error
     assert found is not None, "each process is the first one for the harness"
     settings = model.settings | {"limit": tasks.limit, "num_fewshot": tasks.num_fewshot}
-    lines = [
-        {"step": num_steps, "lm_eval": name, "results": _select_numbers(numbers)} | settings
-        for name, numbers in found["results"].items()
-    ]
+    lines = []
+    for task_name, results in found["results"].items():
+        numbers = {  # scores and their standard errors by names such as `acc,none`
+            name: float(value) if math.isfinite(value) else None
+            for name, value in results.items()
+            if "," in name and isinstance(value, int | float)
+        }
+        lines.append({"step": num_steps, "lm_eval": task_name, "results": numbers} | settings)
     return lines, harness_utils.make_table(found)
-
-
-def _select_numbers(results: dict[str, Any]) -> dict[str, float | None]:
-    """Scores of a task and their standard errors, by the harness's names, such as `acc,none`; None
-    for those that are not finite."""
-    return {
-        name: float(value) if math.isfinite(value) else None
-        for name, value in results.items()
-        if "," in name and isinstance(value, int | float)
-    }

@@ -16,10 +16,8 @@ import numpy as np
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.evaluation.token_losses import DocumentLosses
-from jaxsp.training.step_config import StepConfig
 
 CONTEXT_TOKENS = 4096
 BLOCK_TOKENS = 1024
@@ -36,11 +34,6 @@ class ShortText(NamedTuple):
     tokens: np.ndarray
     labels: np.ndarray
     """Label of each token, not shifted."""
-
-    @property
-    def num_targets(self) -> int:
-        """Number of tokens after the context."""
-        return len(self.tokens) - CONTEXT_TOKENS
 
 
 class LongPPL(NamedTuple):
@@ -66,10 +59,9 @@ def cut(data: PackedDataset) -> list[ShortText]:
     """Cuts the segments of a data set into short texts that have a label.
 
     The first CONTEXT_TOKENS + BLOCK_TOKENS of a segment are no short text: with as much before it,
-    no token can gain from more. Empty if all segments are short.
+    no token can gain from more.
 
-    Memory: up to five times the tokens of the data set, as an int32 label each, and as much again
-        in `pack`.
+    Memory: up to five times the tokens of the data set, and as much again when packed.
     """
     segments = data.documents.segments
     texts: list[ShortText] = []
@@ -89,20 +81,14 @@ def cut(data: PackedDataset) -> list[ShortText]:
     return texts
 
 
-def pack(texts: Sequence[ShortText], config: StepConfig) -> PackedDataset:
-    """Packs short texts as documents, in their order."""
-    documents = [text.tokens for text in texts]
-    labels = [text.labels for text in texts]
-    return dataset.pack_arrays("short texts", documents, labels, **config.packing)
-
-
 def compute(texts: Sequence[ShortText], full: DocumentLosses, short: DocumentLosses) -> LongPPL:
     """Computes LongPPL from the losses of a data set and those of its short texts."""
     losses = []
     for number, text in enumerate(texts):
         # a token's loss is at the token before it
-        with_all = full.read(text.document, text.begin + CONTEXT_TOKENS - 1, text.num_targets)
-        with_few = short.read(number, CONTEXT_TOKENS - 1, text.num_targets)
+        num_targets = len(text.tokens) - CONTEXT_TOKENS
+        with_all = full.read(text.document, text.begin + CONTEXT_TOKENS - 1, num_targets)
+        with_few = short.read(number, CONTEXT_TOKENS - 1, num_targets)
         is_key = (with_few - with_all > MIN_GAIN) & (with_all < MAX_LOSS)
         losses.append(with_all[is_key])
     key_losses = np.concatenate(losses) if losses else np.zeros(0)

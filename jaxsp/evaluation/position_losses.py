@@ -42,7 +42,6 @@ _NUM_BUCKETS = 19
 """Up to position `batch.POSITION_LIMIT`, 2**25."""
 
 _ENDS = FIRST_BUCKET << np.arange(_NUM_BUCKETS)
-"""End of each bucket."""
 
 
 def find_buckets(positions: np.ndarray) -> np.ndarray:
@@ -57,19 +56,17 @@ class PositionSums:
     """
 
     def __init__(self, lengths: np.ndarray):
-        """Starts at 0. Args: lengths: number of tokens of each document."""
+        """Args: lengths: number of tokens of each document."""
         num_reached_D = find_buckets(lengths - 1) + 1
         self._first_cell_D = np.cumsum(num_reached_D) - num_reached_D
-        self._bucket_C = np.arange(num_reached_D.sum()) - np.repeat(
-            self._first_cell_D, num_reached_D
-        )
+        firsts_C = np.repeat(self._first_cell_D, num_reached_D)
+        self._bucket_C = np.arange(num_reached_D.sum()) - firsts_C
         self._is_filled_C = np.repeat(find_buckets(lengths), num_reached_D) > self._bucket_C
         self._losses_C = np.zeros(len(self._bucket_C))
         self._num_tokens_C = np.zeros(len(self._bucket_C), np.int64)
         self._num_correct_C = np.zeros(len(self._bucket_C), np.int64)
 
     def add(self, tokens: TokenLosses) -> None:
-        """Adds the tokens of a batch."""
         cell_T = self._first_cell_D[tokens.document_T] + find_buckets(tokens.position_T)
         np.add.at(self._losses_C, cell_T, tokens.losses_T)
         np.add.at(self._num_tokens_C, cell_T, 1)
@@ -84,9 +81,7 @@ class PositionSums:
         is_filled_C = has_tokens_C & self._is_filled_C
         filled_counts = self._sum_buckets(self._num_tokens_C, is_filled_C)
         filled_losses = self._sum_buckets(self._losses_C, is_filled_C)
-        # The change of a document's mean loss from each bucket to the next, over the documents
-        # that fill both and have loss tokens in both
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore"):  # of a document's mean, from each bucket to the next
             mean_C = self._losses_C / np.maximum(self._num_tokens_C, 1)
             change_C = np.diff(mean_C, prepend=0)
         is_compared_C = is_filled_C & (self._bucket_C > 0)

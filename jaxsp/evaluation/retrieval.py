@@ -7,6 +7,7 @@ around the answer, so it is higher, and the two are not to be compared.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,12 +15,10 @@ from jaxsp.blocks import layers
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import dataset
-from jaxsp.evaluation import setting_fields
-from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.evaluation.setting_fields import SettingFields
+from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.evaluation.evaluator import Evaluator, SettingFields, describe_settings
 from jaxsp.tasks.task import Sample
 from jaxsp.training.metric_table import Line
-from jaxsp.training.specs import StepSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,22 +50,12 @@ Samples = Mapping[str, Sequence[Sample]]
 """Samples by the name of their task."""
 
 
-class _Group:
+class _Group(NamedTuple):
     """Samples that are evaluated in rows of one length."""
 
-    def __init__(self, evaluator: Evaluator, samples: Sequence[tuple[str, Sample]]):
-        self.samples = samples
-        documents = [
-            np.concatenate([sample.prompt_ids, sample.answer_ids]) for _, sample in samples
-        ]
-        labels = [
-            np.append(np.full(len(sample.prompt_ids), NO_LABEL, np.int32), sample.answer_ids)
-            for _, sample in samples
-        ]
-        packing = evaluator.spec.config.packing
-        self.data = dataset.pack_arrays("tasks", documents, labels, **packing)
-        self.evaluator = evaluator
-        self.settings = setting_fields.describe(evaluator.spec)
+    evaluator: Evaluator
+    samples: Sequence[tuple[str, Sample]]
+    data: PackedDataset
 
 
 class RetrievalEvaluator:
@@ -77,20 +66,32 @@ class RetrievalEvaluator:
     """
 
     def __init__(self, evaluator: Evaluator, samples: Samples):
-        """Prepares the rows. Args: evaluator: that of the eval sets, whose program is shared."""
+        """Args: evaluator: that of the eval sets, whose program is shared."""
         self._groups: list[_Group] = []
-        if not samples:
-            return
-        of_texts = evaluator.for_texts()
         row_tokens = evaluator.spec.config.row_tokens
-        flat = [(task, sample) for task, of_task in samples.items() for sample in of_task]
-        short = [pair for pair in flat if pair[1].length <= row_tokens]
-        long = [pair for pair in flat if pair[1].length > row_tokens]
-        if short:
-            self._groups.append(_Group(of_texts, short))
-        if long:
-            spec = lengthen_rows(of_texts.spec, max(sample.length for _, sample in long))
-            self._groups.append(_Group(Evaluator(spec, []), long))
+        for is_long in (False, True):
+            chosen = [
+                (task, sample)
+                for task, of_task in samples.items()
+                for sample in of_task
+                if (sample.length > row_tokens) == is_long
+            ]
+            if not chosen:
+                continue
+            own = evaluator.for_texts()
+            if is_long:  # as many whole rows in one
+                longest = max(sample.length for _, sample in chosen)
+                longer = -(-longest // row_tokens) * row_tokens
+                own = Evaluator(own.spec.respec(row_tokens=longer, rows_per_microbatch=1), [])
+            documents = []
+            labels = []
+            for _, sample in chosen:
+                documents.append(np.concatenate([sample.prompt_ids, sample.answer_ids]))
+                no_labels = np.full(len(sample.prompt_ids), NO_LABEL, np.int32)
+                labels.append(np.append(no_labels, sample.answer_ids))
+            packing = own.spec.config.packing
+            data = dataset.pack_arrays("tasks", documents, labels, **packing)
+            self._groups.append(_Group(own, chosen, data))
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -98,12 +99,12 @@ class RetrievalEvaluator:
     def compile(self) -> None:
         """Compiles now instead of at the first evaluation."""
         for group in self._groups:
-            group.evaluator.compile(needs_eval_sets=False)
+            group.evaluator.compile()
 
     def run(
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
     ) -> Iterator[Line]:
-        """Yields the lines of these weights: see `TaskFields`. Args: see `Evaluator.run`."""
+        """Yields the lines of these weights: see `TaskFields`."""
         for group in self._groups:
             # of each sample: its loss, its number of tokens, and of correct ones
             cells: dict[tuple[str, int], list[tuple[Sample, np.ndarray]]] = {}
@@ -127,7 +128,7 @@ class RetrievalEvaluator:
                     answer_loss_by_depth={x: _compute_loss(y) for x, y in by_depth.items()},
                     num_samples=len(of_cell),
                     num_answer_tokens=int(sum(score[1] for score in of_cell)),
-                    **vars(group.settings),
+                    **describe_settings(group.evaluator.spec),
                 )
                 yield dataclasses.asdict(fields)
 
@@ -141,23 +142,8 @@ def _compute_loss(scores: Sequence[np.ndarray]) -> float | None:
     return float(loss / num_tokens) if np.isfinite(loss) else None
 
 
-def lengthen_rows(spec: StepSpec, length: int) -> StepSpec:
-    """The step with rows that hold `length` tokens, if its own do not: as many whole rows in one.
-
-    Raises: UserError if no attention can take such rows.
-    """
-    row_tokens = spec.config.row_tokens
-    if length <= row_tokens:
-        return spec
-    longer = -(-length // row_tokens) * row_tokens
-    return spec.respec(row_tokens=longer, rows_per_microbatch=1)
-
-
 def describe(samples: Samples) -> str:
-    """Describes the samples of each task for the banner; empty without tasks.
-
-    Example: `needle (660 samples of 4,096, 32,768 and 131,072 tokens)`.
-    """
+    """Describes samples: `needle (660 samples of 4,096, 32,768 and 131,072 tokens)`."""
     parts = []
     for task, of_task in samples.items():
         lengths = [f"{length:,}" for length in sorted({sample.length for sample in of_task})]

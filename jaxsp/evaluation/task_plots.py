@@ -15,9 +15,8 @@ LIGHT_FROM = 0.47
 
 
 def draw_if_possible(path: pathlib.Path, lines: Sequence[Line]) -> str:
-    """Draws needles as in `write_heatmap`, if lines have some and matplotlib is installed.
+    """Draws needles, if lines have some, beside the file of results or in a run's directory.
 
-    Args: path: a run's directory, or the file of the results, beside which the plot is.
     Returns: the file, or why there is none; empty without needles.
     """
     needles = [line for line in lines if line.get("task") == "needle"]
@@ -33,10 +32,7 @@ def draw_if_possible(path: pathlib.Path, lines: Sequence[Line]) -> str:
 
 
 def write_heatmap(path: pathlib.Path, needles: Sequence[Line]) -> None:
-    """Draws the rate of exact answers by length and depth, as PNG.
-
-    Args: needles: lines of tasks.jsonl of the task needle, all of one step.
-    """
+    """Draws the rate of exact answers by length and depth, as PNG, of needles of one step."""
     from matplotlib import figure
 
     by_length = {line["length"]: line["exact_rate_by_depth"] for line in needles}

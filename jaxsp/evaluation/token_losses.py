@@ -32,12 +32,11 @@ class TokenLosses(NamedTuple):
 AddTokens = Callable[[TokenLosses], None]
 """Function that takes the loss tokens of each batch."""
 
+_find_places = functools.lru_cache(maxsize=2)(Layout.place_of_token)
+
 
 def find_tokens(losses: BatchLosses, counts: StepCounts, layout: Layout) -> TokenLosses:
-    """The loss tokens of a batch, by document and position.
-
-    Args: losses: arrays of the host. layout: order of the tokens of rows on the devices.
-    """
+    """The loss tokens of a batch, by document and position. Args: losses: arrays of the host."""
     rows = counts.rows
     slot_of_row = np.argsort(counts.places.ravel())
     slot_T, place_T = _expand(slot_of_row[rows.row_of_segment], rows.starts, rows.length)
@@ -54,11 +53,6 @@ def find_tokens(losses: BatchLosses, counts: StepCounts, layout: Layout) -> Toke
         losses_T=np.asarray(losses.losses_BL).ravel()[index_T][has_label_T].astype(np.float64),
         is_correct_T=outcomes_T[has_label_T] > 0,
     )
-
-
-@functools.lru_cache(maxsize=2)
-def _find_places(layout: Layout, row_tokens: int) -> np.ndarray:
-    return layout.place_of_token(row_tokens)
 
 
 def _expand(
@@ -79,7 +73,6 @@ class DocumentSums:
         self.num_correct_D = np.zeros(num_documents, np.int64)
 
     def add(self, tokens: TokenLosses) -> None:
-        """Adds the tokens of a batch."""
         np.add.at(self.losses_D, tokens.document_T, tokens.losses_T)
         np.add.at(self.num_tokens_D, tokens.document_T, 1)
         np.add.at(self.num_correct_D, tokens.document_T, tokens.is_correct_T)
@@ -89,12 +82,11 @@ class DocumentLosses:
     """Loss of every token of a data set."""
 
     def __init__(self, lengths: np.ndarray):
-        """Starts without losses. Args: lengths: number of tokens of each document."""
+        """Args: lengths: number of tokens of each document."""
         self._firsts = np.cumsum(lengths) - lengths
         self._losses_T = np.full(int(lengths.sum()), np.nan)
 
     def add(self, tokens: TokenLosses) -> None:
-        """Adds the tokens of a batch."""
         self._losses_T[self._firsts[tokens.document_T] + tokens.position_T] = tokens.losses_T
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:

@@ -4,7 +4,7 @@ A kernel is a module with a function `apply`, as in `tiled`, and a line here.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,31 +31,26 @@ def choose(requested: str, *, dims: Sequence[int], dtype: str, devices: Sequence
     Args:
         requested: see `hf.model_source.ModelSourceConfig.experts_kernel`.
         dims: those of experts' matrices.
-        dtype: compute dtype.
         devices: present or absent ones.
-    Raises: UserError if the requested kernel cannot run.
     """
     if requested == "xla":
         return requested
-    problems = list(_find_problems(dims, dtype, devices))
+    problems = []
+    if any(getattr(device, "compute_capability", "") != "9.0" for device in devices):
+        problems.append("Hopper GPUs (H100, H200, GH200)")
+    if dtype != "bfloat16":
+        problems.append("model.compute_dtype=bfloat16")
+    if any(dim % _DIM_MULTIPLE for dim in dims):
+        problems.append(
+            f"matrices whose dims are multiples of {_DIM_MULTIPLE}, and experts have "
+            f"{' x '.join(map(str, dims))}"
+        )
+    if jax.__version_info__ < _MIN_RELEASE:
+        release = ".".join(map(str, _MIN_RELEASE))
+        problems.append(f"jax {release} or later, and this is {jax.__version__}")
     if requested == "mosaic" and problems:
         raise UserError(
             f"model.experts_kernel = mosaic: needs {problem}. Use model.experts_kernel=auto."
             for problem in problems
         )
     return "xla" if problems else "mosaic"
-
-
-def _find_problems(dims: Sequence[int], dtype: str, devices: Sequence[Any]) -> Iterator[str]:
-    """Yields what the Mosaic kernels need and lack."""
-    if any(getattr(device, "compute_capability", "") != "9.0" for device in devices):
-        yield "Hopper GPUs (H100, H200, GH200)"
-    if dtype != "bfloat16":
-        yield "model.compute_dtype=bfloat16"
-    if any(dim % _DIM_MULTIPLE for dim in dims):
-        yield (
-            f"matrices whose dims are multiples of {_DIM_MULTIPLE}, and experts have "
-            f"{' x '.join(map(str, dims))}"
-        )
-    if jax.__version_info__ < _MIN_RELEASE:
-        yield f"jax {'.'.join(map(str, _MIN_RELEASE))} or later, and this is {jax.__version__}"

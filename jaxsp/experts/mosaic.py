@@ -76,12 +76,9 @@ def apply(
     shares_TK: Float32[Array, "T K"],
     experts_TK: Int32[Array, "T K"],
 ) -> Float[Array, "T D"]:
-    """Sum of the outputs of a token's experts, each times the token's share of it.
-
-    Memory: intermediate values of all places, and float32 gradients of all experts' weights.
-
-    Args: as in `tiled.apply`.
-    """
+    """Sum of the outputs of a token's experts, each times the token's share of it: see
+    `tiled.apply`.
+    Memory: intermediate values of all places, and float32 gradients of all experts' weights."""
     num_experts = len(jax.tree.leaves(weights)[0])
     num_slots = experts_TK.size
     number = min(num_slots, (num_slots + num_experts * (_TILE - 1)) // _TILE)
@@ -94,21 +91,17 @@ def apply(
 def _apply(
     function: BlockFunction, weights: Any, x_TD: Array, shares_TK: Array, where: Places
 ) -> Array:
-    weights = places.cast_weights(weights, x_TD.dtype)
+    weights = jax.tree.map(lambda weight: weight.astype(x_TD.dtype), weights)
     x_PD = places.read_tokens(x_TD, where.slots_Nt.reshape(-1), shares_TK.shape[1])
     y_TKD = places.read_places(function(x_PD, _hold(weights, where)), where)
     return jnp.sum(y_TKD.astype(jnp.float32) * shares_TK[..., None], axis=1).astype(x_TD.dtype)
-
-
-def _apply_forward(function: BlockFunction, *inputs: Any) -> tuple[Array, tuple[Any, ...]]:
-    return _apply(function, *inputs), inputs
 
 
 def _apply_backward(
     function: BlockFunction, residuals: tuple[Any, ...], dout_TD: Array
 ) -> tuple[Any, Array, Array, None]:
     given, x_TD, shares_TK, where = residuals
-    weights = places.cast_weights(given, x_TD.dtype)
+    weights = jax.tree.map(lambda weight: weight.astype(x_TD.dtype), given)
     slots_P = where.slots_Nt.reshape(-1)
     read = functools.partial(places.read_tokens, slots=slots_P, num_chosen=shares_TK.shape[1])
     shares_P = shares_TK.reshape(-1).at[slots_P].get(mode="fill", fill_value=0)
@@ -121,15 +114,14 @@ def _apply_backward(
     return dweights, jnp.sum(dx_TKD, axis=1).astype(x_TD.dtype), dshares_P[where.places_TK], None
 
 
-_apply.defvjp(_apply_forward, _apply_backward)
+_apply.defvjp(lambda function, *inputs: (_apply(function, *inputs), inputs), _apply_backward)
 
 
 def _hold(weights: Any, where: Places) -> Any:
     """Weights of all experts, in a tree of `Weight`."""
     groups = Groups(where.experts_N, where.ends_E)
-    return jax.tree.map(
-        lambda weight: Weight(weight, jnp.zeros(weight.shape, jnp.float32), groups), weights
-    )
+    hold = lambda weight: Weight(weight, jnp.zeros(weight.shape, jnp.float32), groups)
+    return jax.tree.map(hold, weights)
 
 
 @jax.custom_vjp
@@ -176,16 +168,10 @@ def _make_gradient(weight: Weight, gradient: Array) -> Weight:
 
 
 def multiply(
-    x_Pi: Float[Array, "P i"],
-    matrix: Float[Array, "E ..."],
-    groups: Groups,
-    *,
-    is_transposed: bool,
+    x_Pi: Float[Array, "P i"], matrix: Float[Array, "E ..."], groups: Groups, *, is_transposed: bool
 ) -> Float[Array, "P o"]:
     """Each place times the matrix of its expert: [E, o, i], or [E, i, o] if `is_transposed`.
-
-    Precision: sums in float32, results in the dtype of x.
-    """
+    Precision: sums in float32, results in the dtype of x."""
     P, i = x_Pi.shape
     o = matrix.shape[2] if is_transposed else matrix.shape[1]
     num_columns = -(-o // _TILE)

@@ -10,9 +10,8 @@ the number of tiles is that of the worst case.
 Dims: T tokens, K experts of a token, S slots, E experts, N tiles, t places of a tile.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -100,8 +99,3 @@ def read_tokens(
 def read_places(x: Float[Array, "*places D"], where: Places) -> Float[Array, "T K D"]:
     """Results at the places of each token."""
     return x.reshape(-1, x.shape[-1])[where.places_TK]
-
-
-def cast_weights(weights: Any, dtype: Any) -> Any:
-    """Weights as they are used, of those that `layers.Gather` returns."""
-    return jax.tree.map(lambda weight: weight.astype(dtype), weights)

@@ -57,7 +57,14 @@ def route(
         choice_TE = jax.lax.stop_gradient(scores_TE)
         if correction_E is not None:
             choice_TE += jnp.broadcast_to(jax.lax.stop_gradient(correction_E), choice_TE.shape)
-        choice_TE = _keep_groups(choice_TE, num_groups, num_chosen_groups)
+        if num_groups != num_chosen_groups:
+            # -inf in all but the groups with the largest sums of two scores
+            choice_TGX = choice_TE.reshape(len(choice_TE), num_groups, -1)
+            sums_TG = jnp.sum(jax.lax.top_k(choice_TGX, 2)[0], axis=-1)
+            _, chosen_TC = jax.lax.top_k(sums_TG, num_chosen_groups)
+            is_kept_TG = jnp.any(jax.nn.one_hot(chosen_TC, num_groups, dtype=jnp.bool), axis=1)
+            choice_TGX = jnp.where(is_kept_TG[..., None], choice_TGX, -jnp.inf)
+            choice_TE = choice_TGX.reshape(choice_TE.shape)
         _, experts_TK = jax.lax.top_k(choice_TE, num_chosen)
         weights_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
     if is_normalized:
@@ -66,16 +73,3 @@ def route(
     if scale != 1:
         weights_TK *= scale
     return weights_TK, experts_TK.astype(jnp.int32)
-
-
-def _keep_groups(
-    scores_TE: Float32[Array, "T E"], num_groups: int, num_chosen: int
-) -> Float32[Array, "T E"]:
-    """Scores, with -inf in all but the groups with the largest sums of two scores."""
-    if num_groups == num_chosen:
-        return scores_TE
-    scores_TGX = scores_TE.reshape(len(scores_TE), num_groups, -1)
-    sums_TG = jnp.sum(jax.lax.top_k(scores_TGX, 2)[0], axis=-1)
-    _, chosen_TC = jax.lax.top_k(sums_TG, num_chosen)
-    is_kept_TG = jnp.any(jax.nn.one_hot(chosen_TC, num_groups, dtype=jnp.bool), axis=1)
-    return jnp.where(is_kept_TG[..., None], scores_TGX, -jnp.inf).reshape(scores_TE.shape)

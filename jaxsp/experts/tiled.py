@@ -79,7 +79,6 @@ def apply(
 
     Memory: outputs, and in the backward pass gradients, of all places, and float32 gradients of all
         experts' weights.
-
     Args:
         function: gets the weights of a block's experts, [b, ...], in the structure of `weights`.
         weights: tree of arrays [E, ...].
@@ -92,14 +91,9 @@ def apply(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _apply(
-    function: BlockFunction,
-    block: int,
-    weights: Any,
-    x_TD: Array,
-    shares_TK: Array,
-    where: Places,
+    function: BlockFunction, block: int, weights: Any, x_TD: Array, shares_TK: Array, where: Places
 ) -> Array:
-    weights = places.cast_weights(weights, x_TD.dtype)
+    weights = jax.tree.map(lambda weight: weight.astype(x_TD.dtype), weights)
 
     def run_block(number: Array, y_NtD: Array) -> Array:
         slots_bt, experts_b = _read_block(number, block, where.slots_Nt, where.experts_N)
@@ -113,17 +107,11 @@ def _apply(
     return jnp.sum(y_TKD * shares_TK[..., None], axis=1).astype(x_TD.dtype)
 
 
-def _apply_forward(
-    function: BlockFunction, block: int, *inputs: Any
-) -> tuple[Array, tuple[Any, ...]]:
-    return _apply(function, block, *inputs), inputs
-
-
 def _apply_backward(
     function: BlockFunction, block: int, residuals: tuple[Any, ...], dout_TD: Array
 ) -> tuple[Any, Array, Array, None]:
     given, x_TD, shares_TK, where = residuals
-    weights = places.cast_weights(given, x_TD.dtype)
+    weights = jax.tree.map(lambda weight: weight.astype(x_TD.dtype), given)
     num_chosen = shares_TK.shape[1]
 
     def pull_block(number: Array, state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
@@ -135,10 +123,14 @@ def _apply_backward(
         y_btD, pull = jax.vjp(function, x_btD, _read_weights(weights, experts_b))
         dx_btD, dweights = pull((dout_btD * shares_bt[..., None]).astype(y_btD.dtype))
         dshares_bt = jnp.sum(y_btD.astype(jnp.float32) * dout_btD, axis=-1)
-        gradients = jax.tree.map(lambda x: x.holder, dweights, is_leaf=_is_weight)
-        sums = jax.lax.fori_loop(
-            0, block, lambda tile, sums: _add_tile(sums, gradients, experts_b, tile), sums
-        )
+        is_weight = lambda x: isinstance(x, Weight)
+        gradients = jax.tree.map(lambda x: x.holder, dweights, is_leaf=is_weight)
+
+        def add_tile(tile: Array, sums: Any) -> Any:
+            add = lambda sum, part: sum.at[experts_b[tile]].add(part[tile])
+            return jax.tree.map(add, sums, gradients)
+
+        sums = jax.lax.fori_loop(0, block, add_tile, sums)
         dx_NtD = _write_block(dx_NtD, dx_btD, number)
         return dx_NtD, _write_block(dshares_Nt, dshares_bt, number), sums
 
@@ -149,19 +141,16 @@ def _apply_backward(
     )
     num_blocks = len(where.experts_N) // block
     dx_NtD, dshares_Nt, sums = jax.lax.fori_loop(0, num_blocks, pull_block, state)
-    dx_TD = jnp.sum(places.read_places(dx_NtD, where).astype(jnp.float32), axis=1).astype(
-        x_TD.dtype
-    )
+    dx_TKD = places.read_places(dx_NtD, where).astype(jnp.float32)
+    dx_TD = jnp.sum(dx_TKD, axis=1).astype(x_TD.dtype)
     dshares_TK = dshares_Nt.reshape(-1)[where.places_TK]
     dweights = jax.tree.map(lambda weight, gradient: gradient.astype(weight.dtype), given, sums)
     return dweights, dx_TD, dshares_TK, None
 
 
-_apply.defvjp(_apply_forward, _apply_backward)
-
-
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, Weight)
+_apply.defvjp(
+    lambda function, block, *inputs: (_apply(function, block, *inputs), inputs), _apply_backward
+)
 
 
 def _read_block(number: Array, block: int, *arrays: Array) -> list[Array]:
@@ -180,8 +169,3 @@ def _read_weights(weights: Any, experts_b: Array) -> Any:
         return Weight(value, jnp.zeros(value.shape, jnp.float32))
 
     return jax.tree.map(read, weights)
-
-
-def _add_tile(sums: Any, gradients: Any, experts_b: Array, tile: Array) -> Any:
-    """Adds a tile's gradients to those of its expert."""
-    return jax.tree.map(lambda sum, part: sum.at[experts_b[tile]].add(part[tile]), sums, gradients)

@@ -27,8 +27,8 @@ MIN_TOKENS = 2**14
 has room for as many."""
 
 WHOLE_FRACTION = 0.5
-"""Maximum fraction of a device's free memory for whole weights. The rest is for the caches of
-prompts and answers, and for the activations of prompts."""
+"""Maximum fraction of a device's free memory for whole weights; the rest is for caches and
+activations."""
 
 _CHUNK_MULTIPLE = 64
 """Divisor of the tokens of a chunk of a row of prompts: that of cuDNN's kernels."""
@@ -81,7 +81,6 @@ class Generator:
     """
 
     def __init__(self, spec: StepSpec):
-        """Raises: UserError for a reward model, which has no tokens."""
         check_head(spec)
         self.spec = spec
         self._programs: dict[tuple[int, int, Gather], Programs] = {}
@@ -102,17 +101,16 @@ class Generator:
         processes must call it together, and get the same answers.
 
         Args: on_token: called with the number of the prompt and each new token.
-        Raises: UserError for prompts that are empty, or too long for the rows of the step.
         """
         sampling.check()
         self.check(prompts, max_new_tokens)
         spec = self.spec
+        gather = spec.gather
         if self._has_whole_weights:
-            gather = spec.gather.for_whole()
+            gather = gather.for_whole()
             weights = spec.gather.gather_once(spec.table, master, spec.mesh)
         else:
-            gather = spec.gather
-            weights = spec.gather.cast_once(spec.table, master)
+            weights = gather.cast_once(spec.table, master)
         answers: list[list[int]] = [[] for _ in prompts]
 
         def add_token(number: int, token: int) -> None:
@@ -123,15 +121,13 @@ class Generator:
         # The longest first, so that memory runs out at the beginning if it does
         left = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
         while left:
+            longest = len(prompts[left[0]])
             programs = self.choose_programs(
-                len(left),
-                prompt_tokens=len(prompts[left[0]]),
-                new_tokens=max_new_tokens,
-                gather=gather,
+                len(left), prompt_tokens=longest, new_tokens=max_new_tokens, gather=gather
             )
             numbers = left[: programs.num_rows]
             left = left[programs.num_rows :]
-            self._answer(
+            _answer(
                 programs,
                 weights,
                 {number: prompts[number] for number in numbers},
@@ -175,12 +171,10 @@ class Generator:
     def choose_programs(
         self, num_prompts: int, *, prompt_tokens: int, new_tokens: int, gather: Gather
     ) -> Programs:
-        """Returns the programs for the next prompts; the longest has `prompt_tokens`.
+        """Programs for the next prompts; the longest has `prompt_tokens`.
 
         Rows have one of few lengths: a power of two times what kernels and layouts need, and at
         most that of the step. Their number in a group is a power of two.
-
-        Args: gather: gathers the weights; must match their form, sharded or whole.
         """
         spec = self.spec
         config = spec.config
@@ -207,47 +201,44 @@ class Generator:
             self._programs[key] = Programs(changed, gather)
         return self._programs[key]
 
-    def _answer(
-        self,
-        programs: Programs,
-        weights: Weights,
-        prompts: Mapping[int, Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Collection[int],
-        sampling: Sampling,
-        on_token: Callable[[int, int], None],
-    ) -> None:
-        """Calls `on_token` with the tokens of answers to one batch of rows, until all have ended.
 
-        Args: prompts: by their numbers among all prompts.
-        """
-        numbers = np.zeros(programs.num_rows, np.int32)
-        numbers[: len(prompts)] = [*prompts]
-        choose = functools.partial(
-            programs.choose,
-            seed=np.int32(sampling.seed),
-            temperature=np.float32(sampling.temperature or 1.0),
-            top_p=np.float32(sampling.top_p),
-            is_greedy=sampling.temperature == 0,
-        )
-        row_numbers = programs.put(numbers, PartitionSpec())
-        batch = programs.make_batch([*prompts.values()])
-        logits, cached, states = programs.prefill(weights, batch)
-        cache = Answers(programs.make_slots(cached, max_new_tokens), states)
-        unfinished = set(prompts)
-        tokens = choose(logits, row_numbers, np.int32(0))
-        for number in range(max_new_tokens):
-            following = None
-            if number + 1 < max_new_tokens:
-                # Dispatched before this token is known here: devices need not wait
-                logits, cache = programs.decode(weights, tokens, cached, cache, np.int32(number))
-                following = choose(logits, row_numbers, np.int32(number + 1))
-            for prompt, token in zip(prompts, np.asarray(tokens).tolist(), strict=False):
-                if prompt in unfinished:
-                    on_token(prompt, token)
-                    if token in stop_ids:
-                        unfinished.remove(prompt)
-            if not unfinished or following is None:
-                return
-            tokens = following
+def _answer(
+    programs: Programs,
+    weights: Weights,
+    prompts: Mapping[int, Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    sampling: Sampling,
+    on_token: Callable[[int, int], None],
+) -> None:
+    """Calls `on_token` with the tokens of answers to one batch, by the number of the prompt."""
+    numbers = np.zeros(programs.num_rows, np.int32)
+    numbers[: len(prompts)] = [*prompts]
+    choose = functools.partial(
+        programs.choose,
+        seed=np.int32(sampling.seed),
+        temperature=np.float32(sampling.temperature or 1.0),
+        top_p=np.float32(sampling.top_p),
+        is_greedy=sampling.temperature == 0,
+    )
+    row_numbers = programs.put(numbers, PartitionSpec())
+    batch = programs.make_batch([*prompts.values()])
+    logits, cached, states = programs.prefill(weights, batch)
+    cache = Answers(programs.make_slots(cached, max_new_tokens), states)
+    unfinished = set(prompts)
+    tokens = choose(logits, row_numbers, np.int32(0))
+    for number in range(max_new_tokens):
+        following = None
+        if number + 1 < max_new_tokens:
+            # Dispatched before this token is known here: devices need not wait
+            logits, cache = programs.decode(weights, tokens, cached, cache, np.int32(number))
+            following = choose(logits, row_numbers, np.int32(number + 1))
+        for prompt, token in zip(prompts, np.asarray(tokens).tolist(), strict=False):
+            if prompt in unfinished:
+                on_token(prompt, token)
+                if token in stop_ids:
+                    unfinished.remove(prompt)
+        if not unfinished or following is None:
+            return
+        tokens = following

@@ -48,10 +48,7 @@ class Programs:
         return self.spec.global_microbatch_rows
 
     def make_batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
-        """Puts prompts on the mesh, each as one segment at the beginning of a row.
-
-        Rows without a prompt have one token, and answers that have no meaning.
-        """
+        """Puts prompts on the mesh, each at the beginning of a row; other rows have one token."""
         row_tokens = self.spec.config.row_tokens
         tokens_BL = np.zeros((self.num_rows, row_tokens), np.int32)
         lengths_B1 = np.ones((self.num_rows, 1), np.int32)
@@ -97,10 +94,7 @@ class Programs:
 
     @functools.cached_property
     def make_slots(self) -> Callable[[Prompts, int], Arrays]:
-        """(prompts, number of new tokens) -> slots for them: see `Answers`.
-
-        Their number is a power of two on each device, so that few programs are compiled.
-        """
+        """(prompts, number of new tokens) -> slots for a power of two of them on each device."""
 
         def run(prompts: Prompts, num_tokens: int) -> Arrays:
             per_device = -(-num_tokens // self.spec.mesh.shape[axes.SEQ])
@@ -148,10 +142,7 @@ class Programs:
     def _on_mesh(
         self, local: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any
     ) -> Callable[..., Any]:
-        """Runs a function of each device's shards of the weights and of other inputs.
-
-        Args: inputs, outputs: PartitionSpecs of the other inputs, and of the results.
-        """
+        """Runs a function of each device's shards of the weights and of other inputs."""
         spec = self.spec
         weights = jax.tree.map(
             lambda param: sharding.partition_spec(param, self.gather.num_shards), spec.table
@@ -172,9 +163,8 @@ class Programs:
         return run
 
     def _make_shards(self, master: Weights) -> Weights:
-        return jax.tree.map(
-            lambda _, value: Shard(value=value, grad_holder=None), self.spec.table, master
-        )
+        make = lambda _, value: Shard(value=value, grad_holder=None)
+        return jax.tree.map(make, self.spec.table, master)
 
     def _compute_logits(self, shards: Weights, hidden_BD: Array) -> Float32[Array, "B V"]:
         spec = self.spec
@@ -200,7 +190,6 @@ def choose_tokens(
     Args:
         numbers_B: number of each prompt among all prompts.
         position: number of tokens of the answers before.
-        top_p: samples come from the likeliest tokens whose probabilities sum up to at least this.
     """
     if is_greedy:
         return logits_BV.argmax(-1).astype(jnp.int32)

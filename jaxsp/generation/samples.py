@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,8 +46,7 @@ class SampleFields:
     loss."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Tokens of a document, divided into a prompt and what follows."""
 
     prompt: list[int]
@@ -85,8 +84,7 @@ class SampleGenerator:
     def run(
         self, master: Weights, *, num_steps: int, on_token: Callable[[], None] = lambda: None
     ) -> Iterator[dict[str, Any]]:
-        """Yields a line for each sample. Args: num_steps: number of training steps of the
-        weights."""
+        """Yields a line for each sample. Args: num_steps: training steps of the weights."""
         if self._generator is None:
             return
         answers = self._generator.generate(
@@ -112,10 +110,7 @@ class SampleGenerator:
 def select_samples(
     documents: Documents, count: int, max_prompt_tokens: int, max_new_tokens: int
 ) -> list[Sample]:
-    """Samples of the first documents, or of the first document of each pair.
-
-    Args: max_prompt_tokens: a longer prompt loses its beginning.
-    """
+    """Samples of the first documents, or pairs' first. Longer prompts lose their beginning."""
     samples = []
     for number in range(0, len(documents.lengths), documents.per_record)[:count]:
         length = int(documents.lengths[number])

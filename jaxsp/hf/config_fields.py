@@ -14,14 +14,8 @@ from jaxsp.config import json_values
 from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
-from jaxsp.hf import rope
-from jaxsp.hf.families import (
-    FAMILIES,
-    MULTIMODAL_FAMILIES,
-    Family,
-    find_architecture,
-    find_reward_architecture,
-)
+from jaxsp.hf import families, rope
+from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of the MLP's gate: names in config.json, and in ModelConfig."""
@@ -32,53 +26,40 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _EXAMPLES = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+    **{"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
     "intermediate_size": 14336,
     # only some families have the others
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 128,
-    "num_local_experts": 8,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+    **{"num_experts": 128, "num_local_experts": 8, "n_routed_experts": 128, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "shared_expert_intermediate_size": 512,
 }
 """Sizes of a model, and examples."""
 
-_COMMON_FIELDS = (
+_COMMON_FIELDS = {
     *tuple(_EXAMPLES)[:7],
     *("tie_word_embeddings", "initializer_range", "max_position_embeddings", *TOKEN_ID_FIELDS),
     *rope.FIELDS,
-)
+}
 """Fields that all families read."""
 
 _WHOLE_DOCUMENTS = "layers of this family attend to whole documents"
-_WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "sliding_window_pattern")
-_DECODER_ONLY = "jaxsp trains decoder-only models"
 
 _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(
         ("attention_dropout", "embd_pdrop", "resid_pdrop"), ((0,), "jaxsp has no dropout")
     ),
     "use_sliding_window": ((False,), _WHOLE_DOCUMENTS),
-    "sliding_window": ((), _WHOLE_DOCUMENTS),
-    "sliding_window_pattern": ((), _WHOLE_DOCUMENTS),
+    **dict.fromkeys(("sliding_window", "sliding_window_pattern"), ((), _WHOLE_DOCUMENTS)),
     "pretraining_tp": ((1,), "matrix products are not sliced"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
     "use_mrope": ((False,), "positions have one dimension"),
-    "use_bidirectional_attention": ((False,), _DECODER_ONLY),
-    "is_encoder_decoder": ((False,), _DECODER_ONLY),
-    "add_cross_attention": ((False,), _DECODER_ONLY),
+    **dict.fromkeys(
+        ("use_bidirectional_attention", "is_encoder_decoder", "add_cross_attention"),
+        ((False,), "jaxsp trains decoder-only models"),
+    ),
     "per_layer_config": ((), "all layers are alike"),
     "auto_map": ((), "a model's own code is never run"),
     "clip_qkv": ((), "queries, keys and values have no limit"),
@@ -158,13 +139,15 @@ _HARMLESS = ("max_window_layers", "use_cache")
 
 @functools.cache
 def list_fields(model_type: str) -> frozenset[str]:
-    """Fields that a family reads in addition to those of all families."""
+    """Fields that a family reads; of a multimodal one, beside text_config."""
     import transformers
 
+    family = FAMILIES.get(model_type)
+    if family is None:
+        return frozenset({*TOKEN_ID_FIELDS, "tie_word_embeddings", "initializer_range"})
     declared = transformers.CONFIG_MAPPING[model_type].__dataclass_fields__.keys()
-    family = FAMILIES[model_type]
-    own = (declared & {*_RULES, "layer_types"}) - {*family.values, *_COMMON_FIELDS}
-    return frozenset(own | {*family.more_fields})
+    own = (declared & {*_RULES, "layer_types"}) - family.values.keys()
+    return frozenset({*own, *family.more_fields, *_COMMON_FIELDS})
 
 
 def list_required_sizes(model_type: str) -> list[str]:
@@ -181,58 +164,43 @@ def list_required_sizes(model_type: str) -> list[str]:
     return [name for name in _EXAMPLES if name in names]
 
 
-def select(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a text model's config.json that its family reads."""
-    own = list_fields(fields["model_type"])
-    return {name: x for name, x in fields.items() if name in own or name in _COMMON_FIELDS}
-
-
 def find_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
     """Problems of a text model's config.json: missing fields, wrong values, unread features.
 
-    Args:
-        fields: fields of the config.json, without nulls.
-        defaults: transformers' defaults for this model_type.
-    Returns: a line for each problem, which begins with a dot and the field's name.
+    Each begins with a dot and the field's name. Args: fields: without nulls.
     """
-    family = FAMILIES[fields["model_type"]]
+    model_type = fields["model_type"]
+    family = FAMILIES[model_type]
     problems = [
         f".{name}: missing. There is no size that suits every model; for example "
         f"{name}={_EXAMPLES[name]}."
-        for name in list_required_sizes(fields["model_type"])
+        for name in list_required_sizes(model_type)
         if name not in fields
     ]
-    own = {*list_fields(fields["model_type"]), *_COMMON_FIELDS}
-    problems += [f".{problem}" for problem in _find_field_problems(fields, family, own, defaults)]
+    problems += find_field_problems(fields, defaults)
     problems += rope.find_problems(fields, family.rope)
     # computing with sizes that are missing or not numbers would only repeat those problems
     return problems or [f".{problem}" for problem in _find_size_problems(fields, defaults)]
 
 
-def find_multimodal_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """Problems of a multimodal model's config.json, except those of its text_config."""
-    family = MULTIMODAL_FAMILIES[fields["model_type"]]
-    own = {*TOKEN_ID_FIELDS, "tie_word_embeddings", "initializer_range"}
-    return [f".{problem}" for problem in _find_field_problems(fields, family, own, defaults)]
-
-
-def _find_field_problems(
-    fields: dict[str, Any], family: Family, own: set[str], defaults: dict[str, Any]
-) -> Iterator[str]:
-    """Values of the wrong type, and features that jaxsp does not have. Args: own: read fields."""
+def find_field_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """Wrong values and features that jaxsp does not have, of any family, as `find_problems`."""
     import transformers
 
     model_type = fields["model_type"]
+    family = FAMILIES.get(model_type) or MULTIMODAL_FAMILIES[model_type]
+    own = list_fields(model_type)
     base = transformers.PreTrainedConfig.__dataclass_fields__.keys()
     refused = {*_RULES, *rope.FIELDS, "linear_use_gate"}
     refused.update(*(each.values for each in FAMILIES.values()))
     if model_type in FAMILIES:  # others declare fields for images
         refused |= transformers.CONFIG_MAPPING[model_type].__dataclass_fields__.keys() - base
-    architecture = find_architecture(model_type)
+    architecture = families.find_architecture(model_type)
     has_windows = "sliding_window" in own
+    problems = []
     for name, value in fields.items():
         if wrong := json_values.find_problem(_RULES, name, value):
-            yield wrong
+            problems.append(f".{wrong}")
         problem = None
         if name == "quantization_config":
             method = value.get("quant_method") if isinstance(value, dict) else None
@@ -241,14 +209,21 @@ def _find_field_problems(
             problem = _find_value_problem(value, family.values[name], f"for {architecture}")
         elif name == "layer_types":
             # whether they agree with the window is checked when the window is read
-            if not isinstance(value, list) or not {*map(str, value)} <= {*family.layer_types}:
-                types = errors.format_choices(family.layer_types)
-                problem = f"is not implemented: layers must have {types}. Leave it out."
-        elif name == "architectures" and not _is_architecture(value, fields):
-            problem = f"is not implemented: jaxsp trains {architecture}. Leave it out."
+            types = families.LAYER_TYPES
+            if family.delta_net is not None:
+                types = (families.LINEAR_ATTENTION, rope.FULL_ATTENTION)
+            if not isinstance(value, list) or not {*map(str, value)} <= {*types}:
+                choices = errors.format_choices(types)
+                problem = f"is not implemented: layers must have {choices}. Leave it out."
+        elif name == "architectures" and value != [architecture]:
+            labels = fields.get("id2label") or {"0": ""}
+            has_one_label = isinstance(labels, dict) and len(labels) == 1
+            has_one_score = has_one_label and fields.get("num_labels", 1) == 1
+            if not has_one_score or value != [families.find_reward_architecture(model_type)]:
+                problem = f"is not implemented: jaxsp trains {architecture}. Leave it out."
         elif name in own or name in _HARMLESS:
             continue
-        elif name in _SUPPORTED_VALUES and not (has_windows and name in _WINDOW_FIELDS):
+        elif name in _SUPPORTED_VALUES and not (has_windows and "sliding_window" in name):
             problem = _find_value_problem(value, *_SUPPORTED_VALUES[name])
         elif name not in defaults or value != defaults[name]:
             hint = " Leave it out."
@@ -258,17 +233,8 @@ def _find_field_problems(
             if hint:
                 problem = f"is not a field of {model_type} that jaxsp reads.{hint}"
         if problem:
-            yield f"{name} = {format_value(value)}: {problem}"
-
-
-def _is_architecture(value: Any, fields: dict[str, Any]) -> bool:
-    """True for a language model, and for a reward model with one score."""
-    if value == [find_architecture(fields["model_type"])]:
-        return True
-    labels = fields.get("id2label") or {"0": ""}
-    is_one_label = isinstance(labels, dict) and len(labels) == 1
-    is_one_score = fields.get("num_labels", 1) == 1 and is_one_label
-    return is_one_score and value == [find_reward_architecture(fields["model_type"])]
+            problems.append(f".{name} = {format_value(value)}: {problem}")
+    return problems
 
 
 def _find_value_problem(value: Any, supported: tuple[Any, ...], reason: str) -> str | None:
@@ -283,7 +249,6 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
     """Sizes that do not fit together. Args: defaults: those of transformers."""
     given = defaults | fields
     num_heads = fields["num_attention_heads"]
-    hidden_size = fields["hidden_size"]
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         divisors = [number for number in range(1, num_heads + 1) if num_heads % number == 0]
@@ -291,13 +256,8 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             f"num_key_value_heads = {num_kv_heads}: must divide num_attention_heads, "
             f"which is {num_heads}. Use {errors.format_choices(divisors)}."
         )
-    head_dim = fields.get("head_dim")
-    if head_dim is None and hidden_size % num_heads:
-        yield (
-            f"hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
-            f"which is {num_heads}."
-        )
-    elif (head_dim := head_dim or hidden_size // num_heads) % 2:
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // num_heads
+    if head_dim % 2:
         yield (
             f"head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
             "Use 64 or 128."
@@ -318,12 +278,26 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
         )
     num_experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
     if num_experts is not None and "num_experts_per_tok" in fields:
-        yield from _find_expert_problems(given, num_experts)
-    for name in ("linear_a_log", "linear_dt"):
-        low = given.get(f"{name}_min", 0)
-        high = given.get(f"{name}_max", 1)
-        if low >= high:
-            yield f"{name}_min = {low}: must be below {name}_max, which is {high}."
+        num_chosen = fields["num_experts_per_tok"]
+        num_groups = given.get("n_group", 1)
+        num_chosen_groups = given.get("topk_group", 1)
+        allowed = num_chosen_groups * num_experts
+        if num_chosen > num_experts:
+            yield (
+                f"num_experts_per_tok = {num_chosen}: must be at most the number of experts, "
+                f"which is {num_experts}."
+            )
+        elif num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
+            yield (
+                f"n_group = {num_groups}: must divide n_routed_experts, which is {num_experts}, "
+                "into groups of at least 2. Use 1."
+            )
+        elif not num_chosen * num_groups <= allowed <= num_groups * num_experts:
+            yield (
+                f"topk_group = {num_chosen_groups}: must be at most n_group, which is "
+                f"{num_groups}, and that many groups must have num_experts_per_tok experts, "
+                f"{num_chosen}. Use {num_groups}."
+            )
     num_layers = fields["num_hidden_layers"]
     yield from (
         f"{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "
@@ -331,26 +305,3 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
         for name in ("no_rope_layers", "layer_rope_theta", "layer_types")
         if name in fields and len(fields[name]) != num_layers
     )
-
-
-def _find_expert_problems(given: dict[str, Any], num_experts: int) -> Iterator[str]:
-    """Numbers of experts that do not fit together. Args: given: also transformers' defaults."""
-    num_chosen = given["num_experts_per_tok"]
-    num_groups = given.get("n_group", 1)
-    num_chosen_groups = given.get("topk_group", 1)
-    if num_chosen > num_experts:
-        yield (
-            f"num_experts_per_tok = {num_chosen}: must be at most the number of experts, which is "
-            f"{num_experts}."
-        )
-    elif num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
-        yield (
-            f"n_group = {num_groups}: must divide n_routed_experts, which is {num_experts}, "
-            "into groups of at least 2. Use 1."
-        )
-    elif not num_chosen * num_groups <= num_chosen_groups * num_experts <= num_groups * num_experts:
-        yield (
-            f"topk_group = {num_chosen_groups}: must be at most n_group, which is "
-            f"{num_groups}, and that many groups must have num_experts_per_tok experts, "
-            f"{num_chosen}. Use {num_groups}."
-        )

@@ -22,13 +22,14 @@ def apply_changes(
 ) -> dict[str, Any]:
     """Returns the fields of a config.json with the changes of the config.
 
-    Args:
-        fields: valid fields of a config.json.
-        resolved: the fields with transformers' defaults, with `rope_parameters`.
+    A changed group always has its factor and original range.
+
+    Args: resolved: the valid `fields` with transformers' defaults, with `rope_parameters`.
     Raises: UserError for fields that do not fit the type or the family.
     """
     positions = model.max_position_embeddings
-    if model.rope is None:
+    change = model.rope
+    if change is None:
         return fields if positions is None else fields | {"max_position_embeddings": positions}
     groups = resolved["rope_parameters"]
     is_nested = rope.is_nested(groups, support)
@@ -36,53 +37,30 @@ def apply_changes(
     own = {name: value for name, value in own.items() if value is not None}
     own_positions = resolved["max_position_embeddings"]
     original = own_positions  # before the extension
-    if model.rope.original_max_position_embeddings is not None:
-        original = model.rope.original_max_position_embeddings
-    elif model.rope.type in (None, own["rope_type"]):
+    if change.original_max_position_embeddings is not None:
+        original = change.original_max_position_embeddings
+    elif change.type in (None, own["rope_type"]):
         if ORIGINAL in own:
             original = own[ORIGINAL]
         elif own["rope_type"] == "linear":
             original = round(own_positions / own["factor"])
-    group = _make_group(model, own, original=original, support=support)
-    changed = {name: value for name, value in fields.items() if name not in rope.FIELDS}
-    changed["rope_parameters"] = {**groups, FULL_ATTENTION: group} if is_nested else group
-    if ORIGINAL in support.outside_fields and ORIGINAL in group:
-        changed[ORIGINAL] = group[ORIGINAL]
-    if thetas := fields.get(rope.LAYER_THETAS):
-        changed[rope.LAYER_THETAS] = [group["rope_theta"] if theta else 0 for theta in thetas]
-    if positions is None:
-        positions = own_positions
-        is_extended = any(getattr(model.rope, name) for name in ("type", "factor", ORIGINAL))
-        if is_extended and TYPES[group["rope_type"]].extends_range and "factor" in group:
-            positions = round(group["factor"] * original)
-    return changed | {"max_position_embeddings": positions}
 
-
-def _make_group(
-    model: ModelSourceConfig, own: dict[str, Any], *, original: int, support: RopeSupport
-) -> dict[str, Any]:
-    """The changed group. Its factor and original range are never left out.
-
-    Args: own: the model's own group, without nulls.
-    """
-    change = model.rope
-    assert change is not None, "checked before"
     type_name = change.type or own["rope_type"]
+    rope_type = TYPES[type_name]
     if change.type is not None:
         kept = ("rope_theta", PARTIAL, *support.extra_fields)
         own = {name: own[name] for name in kept if name in own}
     group = {**own, **change.given_fields(), "rope_type": type_name}
     group.pop("type", None)
-    if ORIGINAL in TYPES[type_name].fields:
+    if ORIGINAL in rope_type.fields:
         group[ORIGINAL] = original
     elif type_name == "linear" or change.original_max_position_embeddings is None:
         group.pop(ORIGINAL, None)  # of linear, it determines max_position_embeddings
     needs_factor = type_name in ("yarn", "linear") and "factor" not in group
     if needs_factor:
-        group["factor"] = max(1.0, (model.max_position_embeddings or original) / original)
-    positions = {"max_position_embeddings": original}
-    problems = rope.find_group_problems(group, positions, support, {})
-    if needs_factor and model.max_position_embeddings is None and not problems:
+        group["factor"] = max(1.0, (positions or original) / original)
+    problems = rope.find_group_problems(group, {"max_position_embeddings": original}, support, {})
+    if needs_factor and positions is None and not problems:
         problems.append(
             "factor: missing. Set it, for example model.rope.factor=4, or set "
             "model.max_position_embeddings."
@@ -104,7 +82,19 @@ def _make_group(
     if change.longrope_factors is not None:
         divisors = group[f"{change.longrope_factors}_factor"]
         group |= {"short_factor": divisors, "long_factor": divisors}
-    return group
+
+    changed = {name: value for name, value in fields.items() if name not in rope.FIELDS}
+    changed["rope_parameters"] = {**groups, FULL_ATTENTION: group} if is_nested else group
+    if ORIGINAL in support.outside_fields and ORIGINAL in group:
+        changed[ORIGINAL] = group[ORIGINAL]
+    if thetas := fields.get(rope.LAYER_THETAS):
+        changed[rope.LAYER_THETAS] = [group["rope_theta"] if theta else 0 for theta in thetas]
+    if positions is None:
+        positions = own_positions
+        is_extended = any(getattr(change, name) for name in ("type", "factor", ORIGINAL))
+        if is_extended and rope_type.extends_range and "factor" in group:
+            positions = round(group["factor"] * original)
+    return changed | {"max_position_embeddings": positions}
 
 
 def describe_excess(
@@ -113,12 +103,9 @@ def describe_excess(
     """Describes rows and documents that are longer than the model's range; empty if none is.
 
     RoPE is relative. What counts is the longest distance between two tokens that see each other:
-    they are in one row and in one document.
+    they are in one row and in one document. The fields are those with the changes of model.rope.
 
-    Args:
-        fields: fields of the model's config.json, with the changes of model.rope.
-        row_tokens: length of the rows.
-        longest_document: its number of tokens, before it is split into rows; None if unknown.
+    Args: longest_document: its tokens, before it is split into rows; None if unknown.
     """
     positions = fields.get("max_position_embeddings")
     longest = row_tokens if longest_document is None else longest_document
@@ -126,34 +113,28 @@ def describe_excess(
         return ""
     limit = f"the {positions:,} positions of the model"
     distance = min(row_tokens, longest)
-    if distance > positions:
-        suggestion = _suggest_extension(fields, distance, positions)
-        return (
-            f"rows of {row_tokens:,} tokens are longer than {limit}: tokens of a document that are "
-            f"farther apart have an untrained distance.{suggestion}"
-        )
-    if row_tokens > positions:
+    if distance <= positions < row_tokens:
         return f"rows of {row_tokens:,} tokens are longer than {limit}; no document is"
-    return (
-        f"the longest document has {longest:,} tokens, more than {limit}. It is cut into rows of "
-        f"{row_tokens:,}, and no token sees another row, so no distance is untrained."
-    )
-
-
-def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> str:
-    """Suggestion of a model.rope that reaches a number of positions."""
-    if rope.find_theta(fields) == rope.NO_THETA:
-        return " The model has no RoPE to extend."
+    if distance <= positions:
+        return (
+            f"the longest document has {longest:,} tokens, more than {limit}. It is cut into rows "
+            f"of {row_tokens:,}, and no token sees another row, so no distance is untrained."
+        )
     group: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     group = group.get(FULL_ATTENTION) or group  # layers without a window determine the range
     name = rope.normalize(group).get("rope_type", "default")
-    if name == "longrope":
-        return ""
-    if name in ("linear", "llama3"):
-        factor = rope.format_factor(group["factor"] * needed / positions)
-        return f" Extend the range with model.rope={{factor: {factor}}}."
-    original = positions
-    if name == "yarn":
-        original = group.get(ORIGINAL, positions)
-    factor = rope.format_factor(needed / original)
-    return f" Extend the range with model.rope={{type: yarn, factor: {factor}}}."
+    if rope.find_theta(fields) == rope.NO_THETA:
+        suggestion = " The model has no RoPE to extend."
+    elif name == "longrope":
+        suggestion = ""
+    elif name in ("linear", "llama3"):
+        factor = rope.format_factor(group["factor"] * distance / positions)
+        suggestion = f" Extend the range with model.rope={{factor: {factor}}}."
+    else:
+        original = group.get(ORIGINAL, positions) if name == "yarn" else positions
+        factor = rope.format_factor(distance / original)
+        suggestion = f" Extend the range with model.rope={{type: yarn, factor: {factor}}}."
+    return (
+        f"rows of {row_tokens:,} tokens are longer than {limit}: tokens of a document that are "
+        f"farther apart have an untrained distance.{suggestion}"
+    )

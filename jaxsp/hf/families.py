@@ -18,6 +18,10 @@ LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
 
 LINEAR_ATTENTION = "linear_attention"
 
+EXTRA_LAYERS = "num_nextn_predict_layers"
+"""Field with the number (default 1) of last layers that predict further tokens, which are left
+out, as in transformers."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -34,8 +38,7 @@ class Family:
     experts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ExpertsConfig that the family fixes."""
     delta_net: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    """Fields of DeltaNetConfig in which the family differs from Qwen3.5; None: `layer_types` has
-    no linear attention."""
+    """Fields of DeltaNetConfig in which the family differs from Qwen3.5; None: no delta nets."""
     required_sizes: tuple[str, ...] = ()
     """Sizes that a config.json must have in addition to `config_fields.list_required_sizes`."""
     optional_sizes: tuple[str, ...] = ()
@@ -45,8 +48,7 @@ class Family:
     values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Fields with a fixed meaning in this family, and the values that match it."""
     quant_methods: tuple[str, ...] = ()
-    """Values of `quantization_config.quant_method` whose weights are read as bfloat16; exports are
-    not quantized."""
+    """Values of `quantization_config.quant_method` whose weights are read as bfloat16."""
     rope: RopeSupport = dataclasses.field(default_factory=RopeSupport)
     text_types: tuple[str, ...] = ()
     """Families of a multimodal family's text model; transformers' default is the first."""
@@ -54,42 +56,30 @@ class Family:
     """Fields of text_config that only the text model's own class uses."""
     other_parts: tuple[str, ...] = ()
     """First names of stored tensors that transformers' class of the text model ignores."""
-    extra_layers_field: str | None = None
-    """Field with the number of layers after the others that predict further tokens, which are
-    left out, as in transformers; its default is 1. None: there are no such layers."""
     stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
     """Other names that modules have in some files, and the names that jaxsp reads and writes."""
     divided_tensors: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Modules of transformers whose tensors are stored as those of several modules, concatenated
     along the rows. Files may divide the rows at other places than jaxsp, or not at all."""
     has_other_parts: bool = False
-    """True if exports are the multimodal model with all its parts, because transformers has no
-    class for the text model with the head."""
+    """True if exports are the whole multimodal model, because transformers has no class for the
+    text model with the head."""
 
     @property
     def auto_class(self) -> str:
         """Class of transformers that loads an export."""
         return "AutoModelForImageTextToText" if self.has_other_parts else "AutoModelForCausalLM"
 
-    @property
-    def layer_types(self) -> tuple[str, ...]:
-        """Values that `layer_types` may have."""
-        return LAYER_TYPES if self.delta_net is None else (LINEAR_ATTENTION, FULL_ATTENTION)
-
 
 _PARTIAL_ROPE = RopeSupport(outside_fields=("rope_theta", PARTIAL))
-_NORMS_AFTER = NormNames(
-    pre_attention=None,
-    post_attention="post_attention_layernorm",
-    pre_mlp=None,
-    post_mlp="post_feedforward_layernorm",
-)
 _GEMMA_NORMS = NormNames(
     pre_attention="input_layernorm",
     post_attention="post_attention_layernorm",
     pre_mlp="pre_feedforward_layernorm",
     post_mlp="post_feedforward_layernorm",
 )
+_NORMS_AFTER = dataclasses.replace(_GEMMA_NORMS, pre_attention=None, pre_mlp=None)
+_OLMO: dict[str, Any] = {"norm_names": _NORMS_AFTER, "qk_norm": "projection"}
 _GEMMA: dict[str, Any] = {"norm": "rms_plus_one", "norm_names": _GEMMA_NORMS}
 _GEMMA_OPTIONS: dict[str, Any] = {
     "more_fields": ("sliding_window_pattern",),
@@ -117,11 +107,8 @@ FAMILIES = {
         ),
         **_GEMMA_OPTIONS,
     ),
-    "olmo2": Family(model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"}),
-    "olmo3": Family(
-        model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
-        rope=RopeSupport(layer_types=LAYER_TYPES),
-    ),
+    "olmo2": Family(model=_OLMO),
+    "olmo3": Family(model=_OLMO, rope=RopeSupport(layer_types=LAYER_TYPES)),
     "smollm3": Family(values={"pretraining_tp": (1, 2)}),  # not used by its code
     "phi3": Family(
         model={"has_fused_qkv": True, "has_fused_gate_up": True},
@@ -231,7 +218,7 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
 FAMILIES["glm4_moe"] = Family(
     model={"output_bias": False},
     required_sizes=("head_dim",),
-    more_fields=("num_nextn_predict_layers",),
+    more_fields=(EXTRA_LAYERS,),
     rope=_PARTIAL_ROPE,
     experts={
         "scores": "sigmoid",
@@ -243,7 +230,6 @@ FAMILIES["glm4_moe"] = Family(
         ),
     },
     values={"output_router_logits": (False,)},  # transformers has no loss of its router
-    extra_layers_field="num_nextn_predict_layers",
 )
 
 # The softmax of the chosen experts' logits is that of all, divided by their sum, also in gpt-oss
@@ -301,7 +287,7 @@ def _read_olmo_delta_net(given: dict[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES["olmo_hybrid"] = Family(
-    model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
+    model=_OLMO,
     delta_net=_read_olmo_delta_net,
     optional_sizes=("linear_conv_kernel_dim",),
     rope=RopeSupport(is_optional=True),
@@ -354,7 +340,7 @@ MULTIMODAL_FAMILIES = {
 
 
 def find_text_family(fields: dict[str, Any]) -> Family:
-    """Returns the family of a text model's config.json; an empty one for any other."""
+    """The family of a text model's config.json; an empty one for any other."""
     return FAMILIES.get(str(fields.get("model_type")), Family())
 
 

@@ -70,7 +70,7 @@ def find(
     """Finds a folder, or else the hub's model of that name, and downloads files of these names.
 
     Args:
-        names: names and patterns of files to download, by default all except weights.
+        names: names and patterns, by default of all files except weights.
         config_file: name of the file that the folder must have.
         deadline_s: longest wait for the hub; None: no limit.
     Raises: HubError; other UserError if there is no such folder or model, or no config file in it.
@@ -93,8 +93,11 @@ def find(
         if not (path / config_file).is_file():
             library = "transformers" if config_file == _CONFIG_FILE else "PEFT"
             problem = f"{path} contains no {config_file}. Give a folder that {library} loads."
-            more = f" If a download was interrupted, complete it with: hf download {source}."
-            raise UserError(problem + more if is_on_hub else problem)
+            if is_on_hub:
+                problem += (
+                    f" If a download was interrupted, complete it with: hf download {source}."
+                )
+            raise UserError(problem)
         fields = read_json(path / config_file)
     return ModelFolder(
         source=source, field=field, path=path, config_fields=fields, is_on_hub=is_on_hub
@@ -119,12 +122,10 @@ def _missing_problem(path: pathlib.Path, config_file: str = _CONFIG_FILE) -> str
 
 
 def _find_snapshot(source: str, names: tuple[str, ...], deadline_s: float | None) -> pathlib.Path:
-    """Returns the folder of the hub's model, or the cached one if the download takes too long.
+    """Downloads; if it takes too long, returns the cached folder, or raises HubError without one.
 
     huggingface_hub sets no timeout for its first request, and no timeout covers a name server that
     does not answer. The thread goes on; the process does not wait for it.
-
-    Raises: HubError if it takes longer and nothing is cached.
     """
     if deadline_s is None:
         return _download(source, names)
@@ -141,9 +142,9 @@ def _find_snapshot(source: str, names: tuple[str, ...], deadline_s: float | None
         return result.result(timeout=deadline_s)
     except TimeoutError:
         with contextlib.suppress(OSError, ValueError):  # not in the cache
-            cached = huggingface_hub.snapshot_download(source, local_files_only=True)
-            if pathlib.Path(cached, "config.json").is_file():
-                return pathlib.Path(cached)
+            cached = pathlib.Path(huggingface_hub.snapshot_download(source, local_files_only=True))
+            if (cached / _CONFIG_FILE).is_file():
+                return cached
         reason = f"the hub cannot be reached (no answer in {deadline_s:g} s)"
         raise HubError(f"{reason}. Try again, or give a folder.", reason=reason) from None
 
@@ -200,33 +201,29 @@ def _download(source: str, names: Iterable[str], revision: str | None = None) ->
             "hf auth login."
         ) from None
     except (hub.HTTPError, hub.XetDownloadError, OSError) as error:
-        raise _explain(error, source) from None
-
-
-def _explain(error: Exception, source: str) -> UserError:
-    """The error of a download that failed for a reason other than the model's name."""
-    is_missing_in_cache = isinstance(error, hub.LocalEntryNotFoundError)
-    cause = error
-    if is_missing_in_cache and isinstance(error.__cause__, Exception):
-        cause = error.__cause__
-    text = errors.first_line(cause)
-    if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
-        reason = f"the hub refuses: {text}"
-        problem = f"{reason}. Log in with a token that may read it: hf auth login."
-        return HubError(problem, reason=reason)
-    if not is_missing_in_cache:
-        problem = f"cannot be downloaded: {text}. Try again: completed files are kept."
-        if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # an error of the disk
-            return UserError(problem)
-        return HubError(problem, reason=f"the download failed: {text}")
-    reason = f"the hub cannot be reached ({text})"
-    suggestion = "Try again"
-    if isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE:
-        reason = "HF_HUB_OFFLINE is set"
-        suggestion = "Unset it"
-    return HubError(
-        f"there is no such folder, the model is not completely in the hub's cache, and {reason}. "
-        f"{suggestion}, or give a folder: on a machine with a network, "
-        f"hf download {source} --local-dir FOLDER makes one.",
-        reason=reason,
-    )
+        is_missing_in_cache = isinstance(error, hub.LocalEntryNotFoundError)
+        cause: BaseException = error
+        if is_missing_in_cache and error.__cause__ is not None:
+            cause = error.__cause__
+        text = errors.first_line(cause)
+        if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
+            reason = f"the hub refuses: {text}"
+            problem = f"{reason}. Log in with a token that may read it: hf auth login."
+        elif not is_missing_in_cache:
+            reason = f"the download failed: {text}"
+            problem = f"cannot be downloaded: {text}. Try again: completed files are kept."
+            if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # an error of the disk
+                raise UserError(problem) from None
+        else:
+            reason = f"the hub cannot be reached ({text})"
+            suggestion = "Try again"
+            is_offline = huggingface_hub.constants.HF_HUB_OFFLINE
+            if is_offline or isinstance(cause, hub.OfflineModeIsEnabled):
+                reason = "HF_HUB_OFFLINE is set"
+                suggestion = "Unset it"
+            problem = (
+                "there is no such folder, the model is not completely in the hub's cache, and "
+                f"{reason}. {suggestion}, or give a folder: on a machine with a network, "
+                f"hf download {source} --local-dir FOLDER makes one."
+            )
+        raise HubError(problem, reason=reason) from None

@@ -15,16 +15,8 @@ from jaxsp.blocks.config import ATTENTION, DELTA_NET, EXPERTS, MLP, LayerConfig,
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError, at
-from jaxsp.hf import config_fields, context_range, folder, multimodal, rope
-from jaxsp.hf.families import (
-    FAMILIES,
-    LAYER_TYPES,
-    LINEAR_ATTENTION,
-    MULTIMODAL_FAMILIES,
-    Family,
-    find_architecture,
-    find_reward_architecture,
-)
+from jaxsp.hf import config_fields, context_range, families, folder, multimodal, rope
+from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES, Family
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.hf.token_ids import read_padding_id
 
@@ -40,7 +32,7 @@ _NULL_FIELDS = ("final_logit_softcapping", "attn_logit_softcapping", "sliding_wi
 _NOT_EXPORTED = {"quantization_config", "auto_map", "num_labels", "transformers_version"}
 """Fields of a config.json that describe what an export does not have."""
 
-_EXTRA_LAYERS_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
+_EXTRA_LAYERS_FIELDS = (families.EXTRA_LAYERS, "num_mtp_layers")
 """Fields with the number of multi-token prediction layers, which exports omit."""
 
 _MODEL_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -62,12 +54,9 @@ _MODEL_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def read_fields(
     model: ModelSourceConfig, *, deadline_s: float | None = None
 ) -> tuple[dict[str, Any], str]:
-    """Reads the config.json that `model.source` or `model.config` names, as `resolve_fields` does.
+    """Reads `model.source` or `model.config`, as `resolve_fields` does, with the name for messages.
 
-    Downloads at most config.json.
-
-    Args: deadline_s: as for `folder.find`.
-    Returns: the fields, and the name of the config in messages.
+    Downloads at most config.json. Args: deadline_s: as for `folder.find`.
     """
     fields = model.config
     name = "model.config"
@@ -81,11 +70,10 @@ def read_fields(
 
 
 def resolve_fields(fields: dict[str, Any], model: ModelSourceConfig) -> dict[str, Any]:
-    """Returns the fields of the text model's config.json, with the changes of the config.
+    """Returns the fields of the text model's config.json, with model.rope and
+    model.max_position_embeddings. Resolving again changes nothing.
 
-    These are model.rope and model.max_position_embeddings. Resolving again changes nothing.
-
-    Args: fields: fields of a config.json, which may be a multimodal model's.
+    Args: fields: they may be those of a multimodal model.
     Raises: UserError if the fields are invalid, or the changes do not fit them.
     """
     text = multimodal.read_text_fields(fields)
@@ -100,8 +88,7 @@ def resolve_fields(fields: dict[str, Any], model: ModelSourceConfig) -> dict[str
 def parse_model_config(fields: dict[str, Any], *, row_tokens: int | None = None) -> ModelConfig:
     """Converts the fields of a config.json, with transformers' defaults for those that are missing.
 
-    Args: row_tokens: length of the rows, by which longrope chooses its factors; None: no longer
-        than the model's original range.
+    Args: row_tokens: as for `rope.parse`.
     Raises: UserError with all fields that are missing, wrong or not implemented.
     """
     return _parse_fields(fields, row_tokens)[0]
@@ -136,20 +123,18 @@ def make_config_json(
 
     Transformers 5 reads `rope_parameters` and `dtype`. Transformers 4 reads `rope_theta`,
     `rope_scaling` and `torch_dtype`; without them it would use its default RoPE. Fields that jaxsp
-    does not read are those of `fields`.
-
-    Args: token_ids: result of `token_ids.choose`. pad_token_id stays the model's own.
+    does not read are those of `fields`, and pad_token_id stays the model's own.
     """
     _, resolved = _parse_fields(fields)
-    family = FAMILIES[fields["model_type"]]
-    others = _NOT_EXPORTED | config_fields.select(fields).keys()
+    model_type = fields["model_type"]
+    others = _NOT_EXPORTED | config_fields.list_fields(model_type)
     kept = {
         name: value
         for name, value in fields.items()
         if value is not None and name not in others and not name.startswith("mtp_")
     }
     padding_id = read_padding_id(fields)
-    head: dict[str, Any] = {"architectures": [find_architecture(fields["model_type"])]}
+    head: dict[str, Any] = {"architectures": [families.find_architecture(model_type)]}
     if is_reward_model(fields):
         # transformers scores the last token of a row that is not pad_token_id. If that were the
         # end token, it would score the one before it; null lets it score one row at a time only
@@ -171,18 +156,18 @@ def make_config_json(
         "dtype": dtype,
         "torch_dtype": dtype,
         "rope_parameters": resolved.rope_parameters,
-        **rope.to_old_form(resolved.rope_parameters, family.rope),
+        **rope.to_old_form(resolved.rope_parameters, FAMILIES[model_type].rope),
         # transformers' default is not 0
         **dict.fromkeys({*_EXTRA_LAYERS_FIELDS} & resolved.to_dict().keys(), 0),
     }
 
 
 def make_reward_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a config.json with the architecture of a reward model.
+    """Returns the fields with the architecture of a reward model.
 
     Raises: UserError if transformers has none for the family.
     """
-    architecture = find_reward_architecture(fields.get("model_type"))
+    architecture = families.find_reward_architecture(fields.get("model_type"))
     if architecture is None:
         problem = (
             f"objective.type = reward: transformers has no model for the scores of "
@@ -195,7 +180,7 @@ def make_reward_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 def is_reward_model(fields: dict[str, Any]) -> bool:
     """True if a config.json is that of a reward model."""
-    architecture = find_reward_architecture(fields.get("model_type"))
+    architecture = families.find_reward_architecture(fields.get("model_type"))
     return architecture is not None and fields.get("architectures") == [architecture]
 
 
@@ -213,15 +198,24 @@ def _parse_fields(
     import transformers
 
     family = _find_family(given_fields)
+    model_type = given_fields["model_type"]
+    own = config_fields.list_fields(model_type)
     # transformers would not use its default for a null head_dim
     fields = {str(name): value for name, value in given_fields.items() if value is not None}
     for name in rope.GROUPS:
         if isinstance(fields.get(name), dict):
             # also a copy, because transformers adds entries to its input dicts
             fields[name] = rope.normalize(fields[name])
-    fields = _use_published_names(fields)
-    own = config_fields.list_fields(fields["model_type"])
-    defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
+    # fields under the names that the family reads, also where transformers 5 wrote others
+    for name, new_name in transformers.CONFIG_MAPPING[model_type].attribute_map.items():
+        if name in own and new_name in fields:
+            value = fields.pop(new_name)
+            if fields.setdefault(name, value) != value:
+                raise UserError(
+                    f".{new_name} = {format_value(value)}: must equal {name}, which is "
+                    f"{format_value(fields[name])}: it is the same field. Leave one of them out."
+                )
+    defaults = transformers.AutoConfig.for_model(model_type).to_dict()
     problems = config_fields.find_problems(fields, defaults)
     theta = rope.find_theta(given_fields)
     if family.rope.is_optional and not theta:
@@ -232,13 +226,13 @@ def _parse_fields(
         )
     if problems:
         raise UserError(problems)
-    nulls = (x for x in _NULL_FIELDS if x in own and given_fields.get(x, 0) is None)
-    passed = config_fields.select(fields) | dict.fromkeys(nulls)
+    passed = {name: value for name, value in fields.items() if name in own}
+    passed |= {x: None for x in _NULL_FIELDS if x in own and given_fields.get(x, 0) is None}
     if family.rope.is_optional and theta == rope.NO_THETA:
         passed = {name: passed[name] for name in passed.keys() - {*rope.FIELDS}}
         passed["rope_parameters"] = {"rope_type": "default", **theta}
     try:
-        resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
+        resolved = transformers.AutoConfig.for_model(model_type, **passed)
     except Exception as error:  # any, depending on the family
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"transformers refuses it: {reason}") from None
@@ -248,6 +242,7 @@ def _parse_fields(
     has_scores = is_reward_model(given_fields)
     has_bias = given.get("attention_bias", False)
     head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+    activation = given.get("hidden_activation") or given["hidden_act"]
     model = {
         "vocab_size": given["vocab_size"],
         "hidden_size": given["hidden_size"],
@@ -257,9 +252,7 @@ def _parse_fields(
         "intermediate_size": given.get("intermediate_size", 0),
         "layers": _parse_layers(given, family, head_dim, row_tokens),
         "norm_eps": given.get("rms_norm_eps") or given["layer_norm_eps"],
-        "activation": config_fields.ACTIVATIONS[
-            given.get("hidden_activation") or given["hidden_act"]
-        ],
+        "activation": config_fields.ACTIVATIONS[activation],
         "qkv_bias": has_bias,
         "output_bias": has_bias,
         "mlp_bias": given.get("mlp_bias", False),
@@ -308,32 +301,9 @@ def _parse_experts(given: dict[str, Any], family: Family) -> ExpertsConfig:
     return ExpertsConfig(**read | family.experts)
 
 
-def _use_published_names(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields under the names that the family reads, also where transformers 5 wrote others.
-
-    Raises: UserError if a field has other values under its two names.
-    """
-    import transformers
-
-    names = transformers.CONFIG_MAPPING[fields["model_type"]].attribute_map
-    new_names = {
-        names[x]: x for x in names.keys() & config_fields.list_fields(fields["model_type"])
-    }
-    for new_name in new_names.keys() & fields.keys():
-        name = new_names[new_name]
-        if fields.get(name, fields[new_name]) != fields[new_name]:
-            raise UserError(
-                f".{new_name} = {format_value(fields[new_name])}: must equal {name}, which "
-                f"is {format_value(fields[name])}: it is the same field. Leave one of them out."
-            )
-    return {new_names.get(name, name): value for name, value in fields.items()}
-
-
 def _renamed_fields(resolved: "transformers.PreTrainedConfig") -> dict[str, Any]:
-    """Fields of the family under the names of published models, where transformers 5 has others.
-
-    Transformers 4 reads these only.
-    """
+    """Fields under the names of published models, which transformers 4 reads, where transformers 5
+    has others."""
     names = resolved.attribute_map.keys() & config_fields.list_fields(resolved.model_type)
     return {name: getattr(resolved, name) for name in sorted(names)}
 
@@ -349,13 +319,13 @@ def _parse_layers(
     for layer, theta in enumerate(thetas):
         # transformers reads only the zeros of this field
         if theta not in (0, groups["rope_theta"]):
-            architecture = find_architecture(given["model_type"])
+            architecture = families.find_architecture(given["model_type"])
             raise UserError(
                 f".{rope.LAYER_THETAS}[{layer}] = {theta}: is not implemented: {architecture} uses "
                 f"rope_theta, {groups['rope_theta']}, in every layer that has RoPE. Use that, or 0 "
                 "for none."
             )
-    types = given.get("layer_types") or [LAYER_TYPES[0]] * len(windows)
+    types = given.get("layer_types") or [rope.FULL_ATTENTION] * len(windows)
 
     @functools.cache
     def parse_rope(layer_type: str) -> Rope:
@@ -375,7 +345,7 @@ def _parse_layers(
     rope_layers = given.get("no_rope_layers") or thetas or [1] * len(windows)
     layers = []
     for layer, (window, layer_type) in enumerate(zip(windows, types, strict=True)):
-        mixer = DELTA_NET if layer_type == LINEAR_ATTENTION else ATTENTION
+        mixer = DELTA_NET if layer_type == families.LINEAR_ATTENTION else ATTENTION
         layer_rope = parse_rope(layer_type) if mixer == ATTENTION else None
         has_rope = rope_layers[layer] and not (family.rope.only_windows and window is None)
         if layer_rope is not None and not has_rope:
@@ -399,27 +369,27 @@ def _parse_windows(given: dict[str, Any], family: Family) -> list[int | None]:
     num_layers = given["num_hidden_layers"]
     if family.delta_net is not None:
         return [None] * num_layers
+    full, sliding = families.LAYER_TYPES
     own = config_fields.list_fields(given["model_type"])
     window = given["sliding_window"] if "sliding_window" in own else None
-    types = given.get("layer_types") or [LAYER_TYPES[window is not None]] * num_layers
+    layer_type = full if window is None else sliding
+    types = given.get("layer_types") or [layer_type] * num_layers
+    problem = None
     if "layer_types" in own:
         is_used = window is not None and given.get("use_sliding_window") is not False
-        if not is_used and LAYER_TYPES[1] in types:
-            raise UserError(
-                f".layer_types = {format_value(types)}: has layers with a window, but "
-                "sliding_window is null or use_sliding_window is false. Leave layer_types out, or "
-                "set the window."
+        if not is_used and sliding in types:
+            problem = (
+                "has layers with a window, but sliding_window is null or use_sliding_window is "
+                "false. Leave layer_types out, or set the window."
             )
-        return [window if layer_type == LAYER_TYPES[1] else None for layer_type in types]
-    if set(types) != {LAYER_TYPES[window is not None]}:
-        expected = f"{'no' if window is None else 'every'} layer has a window"
+    elif {*types} != {layer_type}:
+        expected = "no layer has a window"
         if window is not None:
-            expected += f" of {window}"
-        raise UserError(
-            f".layer_types = {format_value(types)}: must agree with the other fields, "
-            f"by which {expected}. Leave it out."
-        )
-    return [window] * num_layers
+            expected = f"every layer has a window of {window}"
+        problem = f"must agree with the other fields, by which {expected}. Leave it out."
+    if problem is not None:
+        raise UserError(f".layer_types = {format_value(types)}: {problem}")
+    return [window if layer_type == sliding else None for layer_type in types]
 
 
 def _find_family(fields: dict[str, Any]) -> Family:

@@ -71,11 +71,9 @@ class RopeConfig(ConfigSection):
     def given_fields(self) -> dict[str, Any]:
         """The fields that are not null, as in config.json; without type and longrope_factors."""
         given = self.model_dump(mode="json", exclude_none=True)
-        given.pop("type", None)
-        given.pop("longrope_factors", None)
-        if "theta" in given:
-            given["rope_theta"] = given.pop("theta")
-        return given
+        names = {"theta": "rope_theta"}
+        own = ("type", "longrope_factors")
+        return {names.get(name, name): x for name, x in given.items() if name not in own}
 
 
 class ModelSourceConfig(ConfigSection):

@@ -13,15 +13,8 @@ from typing import Any
 
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
-from jaxsp.core.errors import UserError
-from jaxsp.hf import config_fields
-from jaxsp.hf.families import (
-    FAMILIES,
-    MULTIMODAL_FAMILIES,
-    Family,
-    find_architecture,
-    find_text_family,
-)
+from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.hf import config_fields, families
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import StoredTensor
 
@@ -40,10 +33,10 @@ PROCESSOR_FILES = (
 """Small files of a multimodal model for images and videos."""
 
 
-def find_family(fields: dict[str, Any]) -> Family | None:
+def find_family(fields: dict[str, Any]) -> families.Family | None:
     """Returns the multimodal family of a config.json; None for a text model."""
     name = fields.get("model_type")
-    return MULTIMODAL_FAMILIES.get(name) if isinstance(name, str) else None
+    return families.MULTIMODAL_FAMILIES.get(name) if isinstance(name, str) else None
 
 
 def is_multimodal(directory: pathlib.Path) -> bool:
@@ -53,10 +46,10 @@ def is_multimodal(directory: pathlib.Path) -> bool:
 
 
 def read_text_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the text model.
+    """Returns the config.json of the text model; that of a text model as it is.
 
-    The config.json of a text model is returned as it is. In that of a multimodal model, missing
-    sizes are transformers' defaults, and special tokens beside text_config replace those in it.
+    Of a multimodal one, missing sizes are transformers' defaults, and special tokens beside
+    text_config replace those in it.
 
     Raises: UserError for fields that require what is not implemented.
     """
@@ -67,8 +60,8 @@ def read_text_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
     outer = {name: value for name, value in fields.items() if value is not None}
     defaults = transformers.AutoConfig.for_model(outer["model_type"]).to_dict()
-    problems = config_fields.find_multimodal_problems(outer, defaults)
-    architecture = find_architecture(outer["model_type"])
+    problems = ProblemCollector(config_fields.find_field_problems(outer, defaults))
+    architecture = families.find_architecture(outer["model_type"])
     text = outer.get("text_config")
     if not isinstance(text, dict):
         problem = f".text_config = {format_value(text)}: must be a group of fields."
@@ -86,8 +79,7 @@ def read_text_fields(fields: dict[str, Any]) -> dict[str, Any]:
         for name in family.unused_text_fields
         if text.get(name) is not None
     ]
-    if problems:
-        raise UserError(problems)
+    problems.raise_if_any()
     # transformers' defaults of the sizes that it lacks (Gemma 3 4B: the heads)
     defaults = transformers.AutoConfig.for_model(text_type).to_dict()
     required = config_fields.list_required_sizes(text_type)
@@ -109,20 +101,18 @@ def select_tensors(
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Returns the text model's tensors by their names in a text model's files, and the others.
 
-    The others, which belong to known parts that are left out, have the names that they are stored
-    with. Tensors that belong to no known part keep their names.
+    The others, which belong to known parts that are left out, keep the names that they are stored
+    with. Tensors of no known part keep their names, and are in the first.
 
-    Args: fields: fields of the config.json beside the tensors.
     Raises: UserError if two tensors have the same name in the export.
     """
     multimodal = find_family(fields)
-    text = find_text_family(fields)
+    text = families.find_text_family(fields)
     other_parts = {*(multimodal or text).other_parts}
-    if text.extra_layers_field is not None:
-        first = fields["num_hidden_layers"]
-        given = fields.get(text.extra_layers_field)
-        num_extra = 1 if given is None else given
-        other_parts |= {f"layers.{layer}" for layer in range(first, first + num_extra)}
+    if families.EXTRA_LAYERS in text.more_fields:
+        given = fields.get(families.EXTRA_LAYERS)
+        extra = range(1 if given is None else given)
+        other_parts |= {f"layers.{fields['num_hidden_layers'] + number}" for number in extra}
     prefixes = {} if multimodal is None else _PREFIXES
     selected: dict[str, StoredTensor] = {}
     left_out: dict[str, StoredTensor] = {}
@@ -168,10 +158,7 @@ class OtherParts:
     """Tensors of the other parts, by their names in its files."""
 
     def add_fields(self, text: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of the whole model's config.json; `text` has the text model's.
-
-        Fields that it has beside text_config too are those of the text model.
-        """
+        """Returns the whole model's fields; those beside text_config too are of `text`."""
         fields = self.source.config_fields
         shared = ["dtype", "torch_dtype", "architectures", "tie_word_embeddings"]
         shared += [name for name in config_fields.TOKEN_ID_FIELDS if name in fields]
@@ -182,14 +169,11 @@ class OtherParts:
 
 def are_exported(fields: dict[str, Any]) -> bool:
     """True for a text model whose export has the other parts. Args: fields: of its config.json."""
-    return FAMILIES[fields["model_type"]].has_other_parts
+    return families.FAMILIES[fields["model_type"]].has_other_parts
 
 
 def describe_missing(fields: dict[str, Any], directory: pathlib.Path | None) -> str:
-    """Describes the parts that an export needs; empty if the run's model has them.
-
-    Args: directory: folder that the run started from; None: random weights.
-    """
+    """Describes the parts that an export needs; empty if the run's own model has them."""
     if not are_exported(fields) or (directory is not None and is_multimodal(directory)):
         return ""
     return (

@@ -7,7 +7,7 @@ peft/utils/save_and_load.py).
 import dataclasses
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder, tensors, weights
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.hf.weights import WeightReader, is_same_tensor
+from jaxsp.hf.weights import WeightReader
 from jaxsp.model import adapters, decoder
 from jaxsp.model.adapter_config import SAVED_MODULES, AdapterConfig
 
@@ -40,12 +40,12 @@ _READ_MODULES = SAVED_MODULES | {_SCORE: decoder.SCORE_NAME}
 """Modules that an adapter may train as a whole, and their tensors; reward models have a score."""
 
 
-def _is_list(value: Any, is_entry: Callable[[Any], bool]) -> bool:
+def _is_list_of(is_entry: Callable[[Any], bool], value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(map(is_entry, value)))
 
 
 def _are_names(value: Any) -> bool:
-    return _is_list(value, lambda x: isinstance(x, str))
+    return _is_list_of(lambda x: isinstance(x, str), value)
 
 
 _MODULES = Rule(
@@ -64,7 +64,7 @@ _RULES = {
         f"a list of {' and '.join(SAVED_MODULES)}, or null",
     ),
     "layers_to_transform": Rule(
-        lambda x: json_values.is_integer(x) or _is_list(x, json_values.is_integer),
+        lambda x: json_values.is_integer(x) or _is_list_of(json_values.is_integer, x),
         "an index, a list of indices or null",
     ),
     # PiSSA, OLoRA and LoftQ change the base
@@ -118,7 +118,28 @@ def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
     update: dict[str, Any] = {}
     if adapter.type != "none" and adapter.source is not None:
         source = find(adapter.source)
-        update = _read_section(adapter, model, source)
+        with at(source.field, source.source), at(CONFIG_FILE):
+            update = _read_settings(source.config_fields, model)
+        problems = ProblemCollector(
+            f"adapter.{name} = {getattr(adapter, name)}: must be that of adapter.source, "
+            f"{update[name]}."
+            for name in ("type", "rank", "alpha", "use_rslora")
+            if getattr(adapter, name) not in (None, update[name])
+        )
+        given_names = {}
+        if adapter.targets is not None:
+            given_names["targets"] = adapters.find_targets(model, adapter.targets)
+        if adapter.target_parameters is not None:
+            given_names["target_parameters"] = adapters.find_target_parameters(model, adapter)
+        problems += [
+            f"adapter.{field}: must be those of adapter.source, [{', '.join(update[field])}]. "
+            "Leave them out."
+            for field, names in given_names.items()
+            if {*names} != {*update[field]}
+        ]
+        problems.raise_if_any()
+        saved = {*update["modules_to_save"], *adapter.modules_to_save}
+        update["modules_to_save"] = tuple(name for name in SAVED_MODULES if name in saved)
     elif adapter.type != "none":
         rank = adapter.rank or adapters.DEFAULT_RANK
         alpha = adapters.DEFAULT_ALPHA_PER_RANK * rank
@@ -131,39 +152,8 @@ def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
     )
 
 
-def _read_section(
-    adapter: AdapterConfig, model: ModelConfig, source: ModelFolder
-) -> dict[str, Any]:
-    """Fields of the adapter section: those of adapter.source. Raises: UserError if some differ."""
-    with at(source.field, source.source), at(CONFIG_FILE):
-        read = _read_settings(source.config_fields, model)
-    problems = [
-        f"adapter.{name} = {getattr(adapter, name)}: must be that of adapter.source, {read[name]}."
-        for name in ("type", "rank", "alpha", "use_rslora")
-        if getattr(adapter, name) not in (None, read[name])
-    ]
-    given_names = {}
-    if adapter.targets is not None:
-        given_names["targets"] = set(adapters.find_targets(model, adapter.targets))
-    if adapter.target_parameters is not None:
-        given_names["target_parameters"] = set(adapters.find_target_parameters(model, adapter))
-    problems += [
-        f"adapter.{field}: must be those of adapter.source, [{', '.join(read[field])}]. "
-        "Leave them out."
-        for field, names in given_names.items()
-        if names != set(read[field])
-    ]
-    if problems:
-        raise UserError(problems)
-    given = (*read["modules_to_save"], *adapter.modules_to_save)
-    return read | {"modules_to_save": tuple(name for name in SAVED_MODULES if name in given)}
-
-
 def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Fields of a config's section, from those of an adapter_config.json.
-
-    Raises: UserError with everything that is not supported.
-    """
+    """Fields of a config's section, from those of an adapter_config.json. Raises: UserError."""
     found = [json_values.find_problem(_RULES, name, fields.get(name)) for name in _RULES]
     problems = ProblemCollector(filter(None, found))
     problems.raise_if_any()
@@ -185,78 +175,62 @@ def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]
             "only in one of its places; merge the adapter with PEFT, and use the merged model as "
             "model.source."
         )
-    targets: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
+    names: dict[str, tuple[str, ...]] = {}
     with problems.collect():
-        parameters = _match_parameters(fields, model)
-        targets = _match_targets(fields, model)
+        names = _match_names(fields, model)
     problems.raise_if_any()
     return {
         "type": "dora" if fields.get("use_dora") else "lora",
         "rank": int(fields["r"]),
         "alpha": float(fields["lora_alpha"]),
         "use_rslora": bool(fields.get("use_rslora")),
-        "targets": targets,
-        "target_parameters": parameters,
         "modules_to_save": tuple(saved),
+        **names,
     }
 
 
-def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
-    """Projections that PEFT adapts. Raises: UserError for one that it adapts in some layers."""
-    projections = adapters.find_projections(model)
-    targets = fields.get("target_modules")
-    if targets == "all-linear":
-        return tuple(projections)
-    is_target = _make_matcher(targets)
-    is_excluded = _make_matcher(fields.get("exclude_modules"))
-    chosen = fields.get("layers_to_transform")
-    chosen = [chosen] if isinstance(chosen, int) else chosen
+def _match_names(fields: dict[str, Any], model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Projections (targets), and tensors of experts (target_parameters), that PEFT adapts.
 
-    def is_adapted(projection: str, layer: int) -> bool:
-        names = _find_names(projection, layer)
-        is_chosen = not chosen or layer in chosen
-        return is_chosen and any(map(is_target, names)) and not any(map(is_excluded, names))
-
-    found = _select("target_modules", projections, is_adapted)
-    if not found and not fields.get("target_parameters"):
-        raise UserError(
-            f"target_modules = {format_value(targets)}: matches no projection of the model "
-            f"({', '.join(projections)})."
-        )
-    return found
-
-
-def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
-    """Tensors of experts that PEFT adapts.
-
-    Raises: UserError for names of others, and for a tensor that it adapts in some layers.
+    Raises: UserError for names of others, and for what it adapts in some layers only.
     """
-    patterns = fields.get("target_parameters") or ()
     numbers = tuple(n for n, layer in enumerate(model.layers) if layer.feed_forward == EXPERTS)
-    matched: set[str] = set()
-
-    def is_adapted(parameter: str, layer: int) -> bool:
-        names = _find_names(parameter, layer)
-        found = {x for x in patterns if any(map(_make_matcher([x]), names))}
-        matched.update(found)
-        return bool(found)
-
-    offered = adapters.list_parameters(model)
-    selected = _select("target_parameters", dict.fromkeys(offered, numbers), is_adapted)
-    others = [name for name in patterns if name not in matched]
+    offered = dict.fromkeys(adapters.list_parameters(model), numbers)
+    patterns = fields.get("target_parameters") or []
+    parameters = _select("target_parameters", offered, _make_matcher(patterns))
+    full_names = [_find_names(name, number) for name in offered for number in numbers]
+    others = [x for x in patterns if not any(map(_make_matcher([x]), full_names))]
     if others:
         raise UserError(
             f"target_parameters = {format_value(others)}: only experts' matrices of the model are "
             f"supported ({', '.join(offered) or 'it has no experts'})."
         )
-    return selected
+    projections = adapters.find_projections(model)
+    modules = fields.get("target_modules")
+    targets = tuple(projections)
+    if modules != "all-linear":
+        is_target = _make_matcher(modules)
+        is_excluded = _make_matcher(fields.get("exclude_modules"))
+        layers = fields.get("layers_to_transform")
+        targets = _select(
+            "target_modules",
+            projections,
+            lambda names: is_target(names) and not is_excluded(names),
+            only=[layers] if isinstance(layers, int) else layers,
+        )
+    if not targets and not patterns:
+        raise UserError(
+            f"target_modules = {format_value(modules)}: matches no projection of the model "
+            f"({', '.join(projections)})."
+        )
+    return {"targets": targets, "target_parameters": parameters}
 
 
-def _make_matcher(patterns: str | list[str] | None) -> Callable[[str], bool]:
-    """Function that is True for the name of a module, as PEFT matches it."""
+def _make_matcher(patterns: str | list[str] | None) -> Callable[[Iterable[str]], bool]:
+    """Function that is True if PEFT matches one of a module's names."""
     if not isinstance(patterns, str):
-        return lambda name: any(f".{name}".endswith(f".{x}") for x in patterns or ())
+        ends = tuple(f".{pattern}" for pattern in patterns or ())
+        return lambda names: any(f".{name}".endswith(ends) for name in names)
     try:
         compiled = re.compile(patterns)
     # RecursionError: too many parentheses; OverflowError: too many repetitions
@@ -264,16 +238,20 @@ def _make_matcher(patterns: str | list[str] | None) -> Callable[[str], bool]:
         raise UserError(
             f"target_modules = {format_value(patterns)}: is not a regular expression: {error}."
         ) from None
-    return lambda name: compiled.fullmatch(name) is not None
+    return lambda names: any(map(compiled.fullmatch, names))
 
 
 def _select(
-    field: str, layers_of: dict[str, tuple[int, ...]], is_adapted: Callable[[str, int], bool]
+    field: str,
+    layers_of: dict[str, tuple[int, ...]],
+    is_adapted: Callable[[Iterable[str]], bool],
+    only: list[int] | None = None,
 ) -> tuple[str, ...]:
     """Names that have an adapter in all of their layers. Raises: UserError if only some have."""
     found = []
     for name, numbers in layers_of.items():
-        count = sum(is_adapted(name, number) for number in numbers)
+        chosen = [n for n in numbers if not only or n in only]
+        count = sum(is_adapted(_find_names(name, number)) for number in chosen)
         if 0 < count < len(numbers):
             raise UserError(
                 f"{field}: {name} has an adapter in {count} of {len(numbers)} layers that have it; "
@@ -324,7 +302,7 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         reader = WeightReader(source=source, tensors=read)
         embedding = SAVED_MODULES["embed_tokens"]
         has_copy = head in stored and head not in shapes
-        if has_copy and not is_same_tensor(reader, stored[head], stored[embedding]):
+        if has_copy and not reader.is_same(stored[head], stored[embedding]):
             raise UserError(
                 f"{head} must equal the embedding, because the model's config.json has "
                 "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged model "
@@ -352,12 +330,12 @@ def save_adapter(
     """Writes a folder that `peft.PeftModel` loads; it appears under its name when it is complete.
 
     Args:
-        trained: the trained weights, float32, in the structure of `table`.
+        trained: float32, in the structure of `table`.
         adapter: resolved section of the config.
         base: name or folder of the base model, for `base_model_name_or_path`.
         is_multimodal: True if the base has the text model beside other parts.
         small_files: folder whose tokenizer and chat template are copied.
-    Raises: UserError if the folder exists and is not empty, or cannot be written.
+    Raises: as `weights.create_folder`.
     """
     lora = model.lora
     assert lora is not None, "the model has adapters"

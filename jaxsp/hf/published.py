@@ -68,7 +68,6 @@ class ModelSizes:
 def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> ModelSizes:
     """Reads the sizes of a config's model: published ones only if the hub does not give them.
 
-    Args: row_tokens: length of the rows, for RoPE that depends on it.
     Raises: UserError if there is no such folder or model, or nothing about it is known.
     """
     name = str(model.source)

@@ -14,7 +14,7 @@ llama3: Llama 3.1's published code; yarn: Peng et al. 2023, arXiv:2309.00071; lo
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,29 +50,6 @@ NO_ROPE = Rope(frequencies=(), description="none")
 """RoPE of such a model."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Inputs:
-    """Everything that the frequencies of a layer depend on."""
-
-    group: dict[str, Any]
-    """Fields that `find_group_problems` accepts, without nulls."""
-    dim: int
-    """Number of elements of each head that are rotated."""
-    base: np.ndarray
-    """Radians per position of each rotated pair with the type `default`, float64 [pairs]."""
-    limit: int | None
-    """Number of positions of the model (max_position_embeddings)."""
-    original: int
-    """Number of positions that the model had before its range was extended."""
-    factor: float
-    """Factor of the extension."""
-    row_tokens: int
-
-    @property
-    def extension(self) -> str:
-        return f"factor {self.factor:g} over {self.original:,} positions"
-
-
 def count_rotated(head_dim: int, group: Mapping[str, Any]) -> int:
     """Number of elements of each head that are rotated, as in transformers."""
     return int(head_dim * group.get(PARTIAL, 1.0))
@@ -96,16 +73,9 @@ def parse(
     base = float(group["rope_theta"]) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     limit = max_position_embeddings
     original = group.get(ORIGINAL, limit) or 1  # types that need it were checked
-    inputs = _Inputs(
-        group=group,
-        dim=dim,
-        base=base,
-        limit=limit,
-        original=original,
-        factor=float(group.get("factor") or (limit or original) / original),
-        row_tokens=row_tokens or 0,
-    )
-    frequencies, scale, details = TYPES[group["rope_type"]].compute(inputs)
+    factor = float(group.get("factor") or (limit or original) / original)
+    inputs = {**group, ORIGINAL: original, "factor": factor, "max_position_embeddings": limit}
+    frequencies, scale, details = TYPES[group["rope_type"]].compute(inputs, base, row_tokens or 0)
     parts = [group["rope_type"], f"theta {group['rope_theta']:,.12g}", *filter(None, [details])]
     if dim < head_dim:
         parts.append(f"{dim} of {head_dim} elements rotated")
@@ -114,58 +84,66 @@ def parse(
     )
 
 
+_Group = dict[str, Any]
+"""Fields that `find_group_problems` accepts, without nulls; with factor, original range, and
+max_position_embeddings (None if the model has no limit)."""
+
 _Result = tuple[np.ndarray, float, str]
 """Frequencies in radians per position [pairs], factor of cosine and sine, and a description."""
 
 
-def _linear(inputs: _Inputs) -> _Result:
+def _describe_extension(group: _Group) -> str:
+    return f"factor {group['factor']:g} over {group[ORIGINAL]:,} positions"
+
+
+def _linear(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     """Positions are divided by the factor."""
-    return inputs.base / inputs.factor, 1.0, f"factor {inputs.factor:g}"
+    return base / group["factor"], 1.0, f"factor {group['factor']:g}"
 
 
-def _dynamic(inputs: _Inputs) -> _Result:
+def _dynamic(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     """Equals default within the model's range; beyond it, theta depends on the longest document."""
-    limit = inputs.limit
-    if limit is not None and inputs.row_tokens > limit:
+    limit = group["max_position_embeddings"]
+    if limit is not None and row_tokens > limit:
         raise UserError(
-            f"is not implemented for rows of {inputs.row_tokens:,} tokens: beyond "
+            f"is not implemented for rows of {row_tokens:,} tokens: beyond "
             f"{limit:,} positions (max_position_embeddings) the frequencies of all tokens depend "
             "on the longest document of a batch. Use model.rope={type: yarn, factor: "
-            f"{format_factor(inputs.row_tokens / limit)}}}, or data.row_tokens of at most {limit}."
+            f"{format_factor(row_tokens / limit)}}}, or data.row_tokens of at most {limit}."
         )
-    return inputs.base, 1.0, ""
+    return base, 1.0, ""
 
 
-def _llama3(inputs: _Inputs) -> _Result:
+def _llama3(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     """Low frequencies are divided by the factor.
 
     Wavelengths above original / low_freq_factor become `factor` times longer; those below
     original / high_freq_factor stay the same. Between them, frequencies are interpolated linearly
     in original / wavelength.
     """
-    low = inputs.group["low_freq_factor"]
-    periods = inputs.original * inputs.base / (2 * np.pi)
-    factor_range = inputs.group["high_freq_factor"] - low
-    unscaled = np.clip((periods - low) / factor_range, 0.0, 1.0)
-    return inputs.base * (unscaled + (1 - unscaled) / inputs.factor), 1.0, inputs.extension
+    low = group["low_freq_factor"]
+    periods = group[ORIGINAL] * base / (2 * np.pi)
+    unscaled = np.clip((periods - low) / (group["high_freq_factor"] - low), 0.0, 1.0)
+    frequencies = base * (unscaled + (1 - unscaled) / group["factor"])
+    return frequencies, 1.0, _describe_extension(group)
 
 
-def _yarn(inputs: _Inputs) -> _Result:
+def _yarn(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     """Low frequencies are divided by the factor, and cosine and sine grow with its logarithm.
 
     Pairs that rotate more than beta_fast times in the original range stay the same; those that
     rotate less than beta_slow times are divided by the factor; a linear ramp lies between them.
     """
-    group = inputs.group
-    dim = inputs.dim
+    dim = 2 * len(base)
+    factor = group["factor"]
 
     def pair_at(rotations: float) -> float:
         """Index of the pair that rotates that often in the original range."""
-        wavelength = inputs.original / (rotations * 2 * math.pi)
+        wavelength = group[ORIGINAL] / (rotations * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(group["rope_theta"]))
 
     def mscale(weight: float) -> float:
-        return 1.0 if inputs.factor <= 1 else 0.1 * weight * math.log(inputs.factor) + 1.0
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     low = pair_at(float(group.get("beta_fast", 32)))
     high = pair_at(float(group.get("beta_slow", 1)))
@@ -176,36 +154,35 @@ def _yarn(inputs: _Inputs) -> _Result:
     high = min(high, dim - 1)  # dim, not pairs, as in transformers
     if low == high:
         high += 0.001
-    interpolated = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0, 1)
+    interpolated = np.clip((np.arange(len(base), dtype=np.float64) - low) / (high - low), 0, 1)
     scale = mscale(1.0)
     if "attention_factor" in group:
         scale = float(group["attention_factor"])
     elif group.get("mscale") and group.get("mscale_all_dim"):
         scale = mscale(float(group["mscale"])) / mscale(float(group["mscale_all_dim"]))
-    frequencies = inputs.base * (interpolated / inputs.factor + (1 - interpolated))
-    return frequencies, scale, inputs.extension
+    frequencies = base * (interpolated / factor + (1 - interpolated))
+    return frequencies, scale, _describe_extension(group)
 
 
-def _longrope(inputs: _Inputs) -> _Result:
+def _longrope(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     """Each frequency has its own divisor, from one list for short rows and one for long rows.
 
     transformers chooses by the longest document of a batch. Here the choice is fixed for a run, by
     the length of its rows.
     """
-    group = inputs.group
-    is_long = inputs.row_tokens > inputs.original
+    original = group[ORIGINAL]
+    is_long = row_tokens > original
     scale: float | None = group.get("attention_factor")
     if scale is None:
         scale = 1.0
-        if inputs.factor > 1:
-            scale = math.sqrt(1 + math.log(inputs.factor) / math.log(inputs.original))
+        if group["factor"] > 1:
+            scale = math.sqrt(1 + math.log(group["factor"]) / math.log(original))
     name = "long" if is_long else "short"
-    divisors = np.array(group[f"{name}_factor"], np.float64)
     relation = "above" if is_long else "of at most"
-    details = f"{name} factors (for rows {relation} {inputs.original:,} tokens)"
+    details = f"{name} factors (for rows {relation} {original:,} tokens)"
     if group["long_factor"] == group["short_factor"]:
         details = "the same factors for all rows"
-    return inputs.base / divisors, scale, details
+    return base / np.array(group[f"{name}_factor"], np.float64), scale, details
 
 
 def format_factor(factor: float) -> str:
@@ -217,7 +194,9 @@ def format_factor(factor: float) -> str:
 class RopeType:
     """Entry of the registry: how a type computes frequencies, and its fields."""
 
-    compute: Callable[[_Inputs], _Result]
+    compute: Callable[[_Group, np.ndarray, int], _Result]
+    """Args: a group; radians per position of each rotated pair with the type `default`, float64
+    [pairs]; length of the rows."""
     required: tuple[str, ...] = ()
     """Fields without a default."""
     optional: tuple[str, ...] = ()
@@ -236,7 +215,7 @@ class RopeType:
 
 
 TYPES = {
-    "default": RopeType(compute=lambda inputs: (inputs.base, 1.0, "")),
+    "default": RopeType(compute=lambda group, base, row_tokens: (base, 1.0, "")),
     "linear": RopeType(compute=_linear, required=("factor",), extends_range=True),
     "dynamic": RopeType(compute=_dynamic, required=("factor",), needs_range=True),
     "llama3": RopeType(
@@ -321,6 +300,8 @@ _EXAMPLES = {
 
 _WHOLE_HEADS = "It rotates whole heads: use 1, or leave it out."
 
+_NO_GROUP = "must be a group of fields, or null."
+
 _SUGGESTIONS = {
     PARTIAL: _WHOLE_HEADS,
     _LOCAL_THETA: "All its layers have the same rope_theta: leave it out.",
@@ -336,10 +317,9 @@ _IGNORED = (*_TYPE_FIELDS, "finetuned")
 
 
 def find_theta(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the field `rope_theta` of a config.json, as transformers finds it; empty if it has
-    none.
+    """The field rope_theta where transformers finds it, also if it is null; empty if there is none.
 
-    Args: fields: with nulls, for families whose layers share one group.
+    Layers must share one group.
     """
     group = fields.get("rope_scaling") or fields.get("rope_parameters")
     places = (group if isinstance(group, dict) else {}, fields)
@@ -394,7 +374,7 @@ def to_old_form(groups: dict[str, Any], support: RopeSupport) -> dict[str, Any]:
 def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
     """Problems of the rotary fields, which begin with a dot. Every field of every type is checked.
 
-    Args: fields: fields of the config.json, without nulls, with groups from `normalize`.
+    Args: fields: of config.json, without nulls, with groups from `normalize`.
     """
     problems = []
     outside = {}
@@ -412,19 +392,39 @@ def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
         else:
             outside[name] = value
     local = {"rope_theta": outside.pop(_LOCAL_THETA, None)}
+    layer_types = errors.format_choices(support.layer_types)
     main_groups = []
-    for form in GROUPS:
+    for form, other_form, negation in zip(GROUPS, GROUPS[::-1], ("", "no "), strict=True):
         whole = fields.get(form)
         if whole is None or (not whole and "default" in support.types):
             continue
-        if problem := _find_form_problem(form, whole, support):
-            problems.append(problem)
+        if not isinstance(whole, dict):
+            problems.append(f".{form} = {format_value(whole)}: {_NO_GROUP}")
+            continue
+        if support.layer_types and is_nested(whole, support) != (form == GROUPS[0]):
+            # transformers would not read it
+            problems.append(
+                f".{form}: must have {negation}groups for layers of {layer_types}. Use "
+                f"{other_form} instead."
+            )
             continue
         groups = {FULL_ATTENTION: {}} | whole if is_nested(whole, support) else {"": whole}
         for layer_type, group in groups.items():
             place = f".{form}.{layer_type}".rstrip(".")
-            if layer_type and (problem := _find_layer_problem(layer_type, group, support)):
-                problems.append(f"{place}{problem}")
+            if layer_type and layer_type not in support.layer_types:
+                problems.append(
+                    f"{place} = {format_value(group)}: is not a layer type of this model_type. "
+                    f"Use {layer_types}."
+                )
+                continue
+            if not isinstance(group, dict):
+                problems.append(f"{place} = {format_value(group)}: {_NO_GROUP}")
+                continue
+            if layer_type and group.get("truncate") is False:
+                problems.append(
+                    f"{place}.truncate = false: is not implemented in the group of a layer type, "
+                    "where transformers ignores it. Leave it out."
+                )
                 continue
             is_local = layer_type == SLIDING_ATTENTION
             beside = local if is_local else outside
@@ -437,44 +437,13 @@ def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
                 if None not in (value, group.get(name)) and value != group[name]
             ]
             if not is_local:
-                main_groups.append({**outside, **_comparable(group)})
+                kept = {**outside, "rope_type": "default", **group}
+                if kept.get(PARTIAL) == 1:  # the default
+                    del kept[PARTIAL]
+                main_groups.append({x: kept[x] for x in kept.keys() - {"type", "finetuned"}})
     if not problems and any(group != main_groups[0] for group in main_groups):
         problems.append(".rope_scaling: must equal rope_parameters. Leave one out.")
     return problems
-
-
-def _find_form_problem(form: str, group: Any, support: RopeSupport) -> str | None:
-    """Problem of a group, or of groups for each layer type, that transformers would not read."""
-    if not isinstance(group, dict):
-        return f".{form} = {format_value(group)}: must be a group of fields, or null."
-    if not support.layer_types or is_nested(group, support) == (form == "rope_parameters"):
-        return None
-    has, other = ("no ", GROUPS[0]) if form == "rope_scaling" else ("", GROUPS[1])
-    types = errors.format_choices(support.layer_types)
-    return f".{form}: must have {has}groups for layers of {types}. Use {other} instead."
-
-
-def _find_layer_problem(name: str, group: Any, support: RopeSupport) -> str | None:
-    """Problem of the group of a layer type, besides those of its fields."""
-    if name not in support.layer_types:
-        types = errors.format_choices(support.layer_types)
-        return f" = {format_value(group)}: is not a layer type of this model_type. Use {types}."
-    if not isinstance(group, dict):
-        return f" = {format_value(group)}: must be a group of fields, or null."
-    if group.get("truncate") is False:
-        return (
-            ".truncate = false: is not implemented in the group of a layer type, where "
-            "transformers ignores it. Leave it out."
-        )
-    return None
-
-
-def _comparable(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with its type in `rope_type`, without ignored fields and rotation of whole heads."""
-    kept = {name: value for name, value in group.items() if name not in _IGNORED}
-    if kept.get(PARTIAL) == 1:
-        del kept[PARTIAL]
-    return {"rope_type": group.get("rope_type", "default"), **kept}
 
 
 def find_group_problems(
@@ -485,9 +454,7 @@ def find_group_problems(
 ) -> list[str]:
     """Problems of one group, which begin with the names of its fields.
 
-    Args:
-        fields: fields of the config.json.
-        outside: valid fields beside the groups that belong to this one.
+    Args: fields: of config.json; outside: valid ones beside the groups that belong to this one.
     """
     type_name, *others = [group[name] for name in _TYPE_FIELDS if name in group] or ["default"]
     if type_name not in support.types or others not in ([], [type_name]):
@@ -523,33 +490,29 @@ def find_group_problems(
             f"rope_type = {type_name}: needs the number of positions that the model was trained "
             "for. Set max_position_embeddings."
         )
-    return problems or [*_find_relation_problems(rope_type, given, fields)]
-
-
-def _find_relation_problems(
-    rope_type: RopeType, given: Mapping[str, Any], fields: Mapping[str, Any]
-) -> Iterator[str]:
-    """Values of a group that do not fit together, or do not fit the head's size."""
+    if problems:
+        return problems
     if rope_type.ordered:
         small, large, example = rope_type.ordered
         low, high = ({"beta_slow": 1, "beta_fast": 32, **given}[name] for name in (small, large))
         if low >= high:
-            yield f"{small} = {low}: must be below {large}, which is {high}. {example}"
+            problems.append(f"{small} = {low}: must be below {large}, which is {high}. {example}")
     sizes: list[Any] = [fields.get(name) for name in ("hidden_size", "num_attention_heads")]
     head_dim: Any = fields.get("head_dim")
     if head_dim is None and all(json_values.is_integer(size) and size > 0 for size in sizes):
         head_dim = sizes[0] // sizes[1]
     if not json_values.is_integer(head_dim) or head_dim <= 0 or head_dim % 2:
-        return  # the sizes are missing or wrong, which is another problem
+        return problems  # the sizes are missing or wrong, which is another problem
     rotated = count_rotated(head_dim, given)
     if rotated % 2 or rotated == 0:
-        yield (
+        problems.append(
             f"{PARTIAL} = {given.get(PARTIAL, 1)}: gives "
             f"{rotated} of {head_dim} elements of a head; it must be an even number from 2."
         )
-    for name in ("short_factor", "long_factor"):
-        if name in given and len(given[name]) != rotated // 2:
-            yield (
-                f"{name}: has {len(given[name])} numbers, but {rotated} elements of a head are "
-                f"rotated in pairs. Give {rotated // 2} numbers."
-            )
+    problems += [
+        f"{name}: has {len(given[name])} numbers, but {rotated} elements of a head are "
+        f"rotated in pairs. Give {rotated // 2} numbers."
+        for name in ("short_factor", "long_factor")
+        if name in given and len(given[name]) != rotated // 2
+    ]
+    return problems

@@ -86,11 +86,10 @@ def make_views(
 ) -> dict[str, Tensor]:
     """Returns the tensors of a model in place of stored ones that are fused, divided or quantized.
 
-    Others, and those that do not fit the model, are returned as they are.
+    Others, and those that do not fit the model, are returned as they are: their names or shapes
+    differ from the model's.
 
-    Args:
-        shapes: those of the model's tensors.
-        divided: `families.Family.divided_tensors`.
+    Args: shapes: of the model's tensors; divided: `families.Family.divided_tensors`.
     """
     views: dict[str, Tensor] = {**stored}
     for whole, modules in divided.items():
@@ -109,10 +108,7 @@ def make_views(
 
 
 def _divide_rows(
-    views: dict[str, Tensor],
-    names: list[str],
-    whole: str,
-    shapes: Mapping[str, tuple[int, ...]],
+    views: dict[str, Tensor], names: list[str], whole: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Divides rows as in a model that files divide at other places, or not at all."""
     given = [name for name in (*names, whole) if name in views]
@@ -120,24 +116,21 @@ def _divide_rows(
     row_shapes = {part.shape[1:] for part in parts} | {shapes[name][1:] for name in names}
     num_rows = sum(shapes[name][0] for name in names)
     if len(row_shapes) > 1 or sum(part.shape[0] for part in parts) != num_rows:
-        return  # named as missing, surplus or of another shape
+        return
     for name in given:
         del views[name]
     dtype = min((part.dtype for part in parts), key=lambda dtype: dtype in DTYPES)
+
+    def read_rows(rows: slice, index: Index, read: ReadSlice) -> np.ndarray:
+        arrays = [read(part, len(part.shape) * (_WHOLE,)) for part in parts]  # which are small
+        return np.concatenate(arrays)[rows][index]
+
     first = 0
     for name in names:
         rows = slice(first, first + shapes[name][0])
-        read = functools.partial(_read_rows, parts, rows)
+        read = functools.partial(read_rows, rows)
         views[name] = TensorView(dtype=dtype, shape=shapes[name], parts=parts, read=read)
         first = rows.stop
-
-
-def _read_rows(
-    parts: tuple[StoredTensor, ...], rows: slice, index: Index, read: ReadSlice
-) -> np.ndarray:
-    """Rows of all parts below each other, which are small."""
-    whole = [read(part, len(part.shape) * (_WHOLE,)) for part in parts]
-    return np.concatenate(whole)[rows][index]
 
 
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -151,30 +144,28 @@ def _split_experts(views: dict[str, Tensor], name: str) -> None:
     prefix, _, kind = name.rpartition(".")
     modules = _FUSED[kind]
     if len(whole.shape) != 3 or whole.shape[1] % len(modules):
-        return  # named as surplus
+        return
     num_experts, num_rows, num_columns = whole.shape
     count = num_rows // len(modules)
+
+    def read_expert(expert: int, first: int, index: Index, read: ReadSlice) -> np.ndarray:
+        span = range(first, first + count)[index[0]]
+        part = (slice(expert, expert + 1), slice(span.start, span.stop), index[1])
+        return whole.read(part, read)[0]
+
     experts = {
         f"{prefix}.{expert}.{module}.weight": TensorView(
             dtype=whole.dtype,
             shape=(count, num_columns),
             parts=whole.parts,
-            read=functools.partial(_read_expert, whole, expert, range(num_rows)[start:][:count]),
+            read=functools.partial(read_expert, expert, number * count),
         )
         for expert in range(num_experts)
-        for module, start in zip(modules, range(0, num_rows, count), strict=True)
+        for number, module in enumerate(modules)
     }
     if not experts.keys() & views.keys():
         del views[name]
         views |= experts
-
-
-def _read_expert(
-    whole: Tensor, expert: int, rows: range, index: Index, read: ReadSlice
-) -> np.ndarray:
-    """Rows of the matrix of one expert, of a tensor [experts, rows, columns]."""
-    span = rows[index[0]]
-    return whole.read((slice(expert, expert + 1), slice(span.start, span.stop), index[1]), read)[0]
 
 
 _MXFP4_GROUP = 32
@@ -186,68 +177,62 @@ _FP4_NUMBERS = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
 
 
 def _dequantize(views: dict[str, Tensor], name: str) -> None:
-    """Puts matrices in place of their two stored parts, if these are in MXFP4."""
+    """Puts matrices [experts, columns, rows] in place of their two stored parts, if these are in
+    MXFP4: numbers of 4 bits, and a factor for each 32 of a row, which is a power of two.
+
+    Blocks [experts, rows, groups, 16] have two numbers in a byte, the first in the lower bits;
+    scales [experts, rows, groups] are exponents of the factors plus 127.
+
+    Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
+    """
     blocks = views[f"{name}_blocks"]
     scales = views.get(f"{name}_scales")
     if name in views or scales is None or not blocks.dtype == scales.dtype == _BYTES:
-        return  # named as surplus
+        return
     if len(scales.shape) != 3 or blocks.shape != (*scales.shape, _MXFP4_GROUP // 2):
         return
-    num_experts, num_rows, num_groups = scales.shape
     del views[f"{name}_blocks"], views[f"{name}_scales"]
+    num_experts, num_rows, num_groups = scales.shape
+    num_columns = num_groups * _MXFP4_GROUP
+
+    def read_mxfp4(index: Index, read: ReadSlice) -> np.ndarray:
+        experts, columns, rows = index
+        start, stop, _ = columns.indices(num_columns)
+        groups = slice(start // _MXFP4_GROUP, -(-stop // _MXFP4_GROUP))
+        codes = blocks.read((experts, rows, groups, _WHOLE), read)
+        exponents = scales.read((experts, rows, groups), read)
+        before = groups.start * _MXFP4_GROUP
+        matrices = np.empty((len(codes), max(stop - start, 0), codes.shape[1]), np.float32)
+        for expert, code in enumerate(codes):  # one after another: temporary arrays are large
+            pairs = np.stack([code & 15, code >> 4], axis=-1)
+            numbers = _FP4_NUMBERS[pairs.reshape(*code.shape[:2], _MXFP4_GROUP)]
+            values = np.ldexp(numbers, exponents[expert][..., None].astype(np.int32) - 127)
+            flat = values.reshape(len(code), code.shape[1] * _MXFP4_GROUP)
+            matrices[expert] = flat[:, start - before : stop - before].T
+        return matrices
+
     views[name] = TensorView(
         dtype="BF16",  # which holds all products of numbers and factors
-        shape=(num_experts, num_groups * _MXFP4_GROUP, num_rows),
+        shape=(num_experts, num_columns, num_rows),
         parts=(*blocks.parts, *scales.parts),
-        read=functools.partial(_read_mxfp4, blocks, scales),
+        read=read_mxfp4,
     )
-
-
-def _read_mxfp4(blocks: Tensor, scales: Tensor, index: Index, read: ReadSlice) -> np.ndarray:
-    """Matrices [experts, columns, rows] that are stored in MXFP4: numbers of 4 bits, and a factor
-    for each 32 of a row, which is a power of two.
-
-    Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
-
-    Args:
-        blocks: two numbers in a byte, the first in the lower bits: [experts, rows, groups, 16].
-        scales: exponents of the factors plus 127: [experts, rows, groups].
-    """
-    experts, columns, rows = index
-    start, stop, _ = columns.indices(scales.shape[2] * _MXFP4_GROUP)
-    groups = slice(start // _MXFP4_GROUP, -(-stop // _MXFP4_GROUP))
-    codes = blocks.read((experts, rows, groups, _WHOLE), read)
-    exponents = scales.read((experts, rows, groups), read)
-    num_experts, num_rows, num_groups = exponents.shape
-    before = groups.start * _MXFP4_GROUP
-    matrices = np.empty((num_experts, max(stop - start, 0), num_rows), np.float32)
-    for expert in range(num_experts):  # one after another: temporary arrays are large
-        pairs = np.stack([codes[expert] & 15, codes[expert] >> 4], axis=-1)
-        numbers = _FP4_NUMBERS[pairs.reshape(num_rows, num_groups, _MXFP4_GROUP)]
-        values = np.ldexp(numbers, exponents[expert][..., None].astype(np.int32) - 127)
-        flat = values.reshape(num_rows, num_groups * _MXFP4_GROUP)
-        matrices[expert] = flat[:, start - before : stop - before].T
-    return matrices
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     """Returns all tensors of a file by name, without reading their values. Raises: UserError."""
+    header = {}
     with _open(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not iterable
-        return {
-            name: StoredTensor(
-                file=path, name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape())
-            )
-            for name, part in slices.items()
-        }
+        for name in file.keys():  # noqa: SIM118 - not iterable
+            part = file.get_slice(name)
+            shape = tuple(part.get_shape())
+            header[name] = StoredTensor(file=path, name=name, dtype=part.get_dtype(), shape=shape)
+    return header
 
 
 @contextlib.contextmanager
 def open_files() -> Iterator[ReadSlice]:
-    """Context that yields a function that reads slices. It opens one file at a time.
-
-    Raises: UserError for a damaged file.
-    """
+    """Yields a function that reads slices, with one open file at a time. Raises: UserError."""
     with contextlib.ExitStack() as opened:
         files: dict[pathlib.Path, Any] = {}
 

@@ -31,8 +31,7 @@ def add(
 ) -> dict[str, Any]:
     """Returns the fields of a config.json with the ids of `choose`.
 
-    pad_token_id stays the model's own: another one would change how the model trains when it is
-    loaded again (see `read_padding_id`).
+    pad_token_id stays the model's own: another one would change how the loaded model trains.
     """
     return fields | choose(fields, tokenizer) | {"pad_token_id": read_padding_id(fields)}
 

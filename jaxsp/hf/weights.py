@@ -12,7 +12,7 @@ import pathlib
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import huggingface_hub
@@ -64,11 +64,9 @@ class WeightReader:
     """Tensors of parts that are not trained, by their names in the files."""
 
     def read(self, param: Parameter, layer: int | None, index: Index) -> np.ndarray:
-        """Returns a slice of one tensor, float32.
+        """Returns a slice of one tensor (layer None: one outside the layers), float32.
 
-        Args:
-            layer: None for a tensor that exists once.
-            index: a slice for each dim of `param.shape`.
+        Args: index: a slice for each dim of `param.shape`.
         Raises: UserError if the file has changed since it was checked.
         """
         num_stacked = 0 if param.num_experts is None else 1
@@ -79,7 +77,7 @@ class WeightReader:
             numbers = param.hf_rows.find(numbers)
         views = [self.tensors[name] for _, name in param.list_tensors(layer)]
         if param.expert_layout is not None:  # of an adapter, whose whole tensor is read
-            whole = self.read_slice(views[0], 2 * (slice(None),))
+            whole = self.read_slices(views, 2 * (slice(None),))[0]
             return param.view_matrices(whole)[*experts, :, *others].take(numbers, axis=1)
         first, stop = (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
         matrix: Index = (slice(first, stop), *others)
@@ -90,21 +88,30 @@ class WeightReader:
             parts = self.read_slices(chosen or views[:1], matrix)
             array = np.stack(parts)[: len(chosen)]  # an empty stack has the matrix's shape too
         else:
-            array = self.read_slice(views[0], (*experts, *matrix))
+            array = self.read_slices(views, (*experts, *matrix))[0]
         if param.is_transposed:
             array = array.swapaxes(-1, -2)
         if stop - first == len(numbers):
             return array
         return array.take(numbers - first, axis=num_stacked)
 
-    def read_slices(self, views: list[Tensor], index: Index) -> list[np.ndarray]:
-        """Returns a slice of each of several tensors, like `read`."""
+    def read_slices(self, views: Iterable[Tensor], index: Index) -> list[np.ndarray]:
+        """Returns the same slice of several tensors, like `read`."""
         with at(self.source.field, self.source.source), tensors.open_files() as read:
             return [view.read(index, read) for view in views]
 
-    def read_slice(self, view: Tensor, index: Index) -> np.ndarray:
-        """Returns a slice of any tensor, like `read`."""
-        return self.read_slices([view], index)[0]
+    def is_same(self, head: StoredTensor, embedding: StoredTensor) -> bool:
+        """True if two tensors contain the same numbers."""
+        if head is embedding or head.shape != embedding.shape:
+            return head is embedding
+        num_rows, num_columns = head.shape
+        step = max(_COMPARE_ELEMENTS // num_columns, 1)
+        for start in range(0, num_rows, step):
+            part = (slice(start, start + step), slice(None))
+            ours, theirs = self.read_slices((head, embedding), part)
+            if ours.tobytes() != theirs.tobytes():
+                return False
+        return True
 
     def list_files(self) -> list[pathlib.Path]:
         """Files that the tensors are in."""
@@ -120,13 +127,19 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
 
     Raises: UserError with all tensors that differ from the table's, and all damaged files.
     """
+    fields = source.config_fields
     with at(source.field, source.source):
-        stored, others = multimodal.select_tensors(_read_headers(source), source.config_fields)
+        stored, others = multimodal.select_tensors(_read_headers(source), fields)
         shapes = tensor_shapes(table)
-        stored = _rename(stored, shapes)
+        for wrapper in _WRAPPERS:
+            if all(name.startswith(wrapper) for name in stored):
+                stored = {name.removeprefix(wrapper): tensor for name, tensor in stored.items()}
+        if "embed_tokens.weight" in stored:  # AutoModel leaves out `model.`
+            own = {_HEAD_NAME, *shapes}
+            stored = {x if x in own else f"model.{x}": tensor for x, tensor in stored.items()}
         embedding_name = table["embedding"].hf_name
         head = None
-        left_out = multimodal.describe_left_out(others, source.config_fields)
+        left_out = multimodal.describe_left_out(others, fields)
         head_name = table["head"].hf_name if "head" in table else _HEAD_NAME
         # A reward model that is made from a language model
         if head_name != _HEAD_NAME and head_name not in stored:
@@ -136,12 +149,29 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         elif "head" not in table and _HEAD_NAME in stored:
             head = stored.pop(_HEAD_NAME)
             stored.setdefault(embedding_name, head)
-        divided = find_text_family(source.config_fields).divided_tensors
+        divided = find_text_family(fields).divided_tensors
         views = tensors.make_views(stored, shapes, divided)
-        _check_tensors(views, shapes, source)
+        missing, surplus, misshapen, unreadable = compare(views, shapes)
+        matching = "Use the config.json that belongs to these weights"
+        tie = leave_out = ""
+        if missing == [_HEAD_NAME]:
+            places = "it" if multimodal.find_family(fields) is None else "it and in its text_config"
+            tie = f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
+        if not missing and not misshapen:
+            leave_out = (
+                ". If the model works without them (such as a value head), transformers leaves "
+                f"them out, where torch is installed: {_suggest_conversion(source)}"
+            )
+        dtypes = errors.format_choices(DTYPES)
+        refuse(
+            (missing, "missing tensors:", f"{matching}{tie}, or copy or download the folder again"),
+            (surplus, "tensors that the model of config.json does not have:", matching + leave_out),
+            (misshapen, "tensors of another shape than in config.json:", matching),
+            (unreadable, f"tensors that are not {dtypes}:", "Use a model that is not quantized"),
+        )
         views = {name: views[name] for name in shapes}
         reader = WeightReader(source=source, tensors=views, left_out=left_out, other_tensors=others)
-        if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
+        if head is not None and not reader.is_same(head, stored[embedding_name]):
             raise UserError(
                 f"{_HEAD_NAME} must equal {embedding_name}, because config.json has "
                 "tie_word_embeddings = true. Set it to false there to train both, or remove the "
@@ -169,27 +199,8 @@ def open_other_parts(source: ModelFolder, model: ModelConfig) -> OtherParts:
     return OtherParts(source=source, text_names=text_names, tensors=reader.other_tensors)
 
 
-def _rename(
-    stored: dict[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, StoredTensor]:
-    """Returns tensors under a model's names, also where AutoModel, torch.compile or DDP saved them.
-
-    AutoModel leaves out `model.`; the others put a prefix of their own before it.
-    """
-    for wrapper in _WRAPPERS:
-        if all(name.startswith(wrapper) for name in stored):
-            stored = {name.removeprefix(wrapper): tensor for name, tensor in stored.items()}
-    if "embed_tokens.weight" not in stored:
-        return stored
-    own_names = {_HEAD_NAME, *shapes}
-    return {x if x in own_names else f"model.{x}": tensor for x, tensor in stored.items()}
-
-
 def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
-    """All tensors of all files by name.
-
-    Raises: UserError for files that are missing, damaged, or different from the index.
-    """
+    """All tensors by name. Raises: UserError for missing or damaged files, and a wrong index."""
     index_file = folder.INDEX_FILE
     weight_map: Any = {}
     if (source.path / index_file).is_file():
@@ -206,7 +217,16 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
     if not has_index:
         files = [_SINGLE_FILE]
     if not files:
-        raise UserError(_describe_files(source))
+        problem = f"{source.path} contains no {_SINGLE_FILE}"
+        if shards := sorted(path.name for path in source.path.glob("model-*.safetensors")):
+            problem += f" and no {index_file}, only {abbreviate(shards)}. {_COPY_AGAIN}."
+            raise UserError(problem)
+        pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
+        problem += f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
+        raise UserError(
+            f"{problem}: jaxsp does not read pickles, because they can run code. Where torch is "
+            f"installed, convert them to safetensors: {_suggest_conversion(source)}."
+        )
     problems = ProblemCollector()
     absent = [name for name in files if not (source.path / name).is_file()]
     if absent:
@@ -229,20 +249,6 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
     return stored
 
 
-def _describe_files(source: ModelFolder) -> str:
-    """The problem of a folder without an index and without a single file of weights."""
-    problem = f"{source.path} contains no {_SINGLE_FILE}"
-    shards = sorted(path.name for path in source.path.glob("model-*.safetensors"))
-    if shards:
-        return f"{problem} and no {folder.INDEX_FILE}, only {abbreviate(shards)}. {_COPY_AGAIN}."
-    pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
-    instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
-    return (
-        f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where "
-        f"torch is installed, convert them to safetensors: {_suggest_conversion(source)}."
-    )
-
-
 def _suggest_conversion(source: ModelFolder) -> str:
     """Command with which transformers writes a model anew, and the field for its new folder."""
     out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
@@ -260,10 +266,7 @@ def _suggest_conversion(source: ModelFolder) -> str:
 
 
 def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor by name; those that exist once come first.
-
-    Args: table: a tree of parameters.
-    """
+    """Shapes of all tensors of a tree of parameters; those outside the layers come first."""
     params = jax.tree.leaves(table)
     shapes = {param.hf_name: param.hf_shape for param in params if param.num_layers is None}
     for param in params:
@@ -288,57 +291,14 @@ def compare(
     return missing, surplus, misshapen, unreadable
 
 
-def _check_tensors(
-    stored: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]], source: ModelFolder
-) -> None:
-    """Raises UserError for differences between the stored tensors and those of the model."""
-    missing, surplus, misshapen, unreadable = compare(stored, shapes)
-    matching = "Use the config.json that belongs to these weights"
-    tie = ""
-    if missing == [_HEAD_NAME]:
-        is_multimodal = multimodal.find_family(source.config_fields) is not None
-        places = "it and in its text_config" if is_multimodal else "it"
-        tie = f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
-    leave_out = ""
-    if not missing and not misshapen:
-        leave_out = (
-            ". If the model works without them (such as a value head), transformers leaves them "
-            f"out, where torch is installed: {_suggest_conversion(source)}"
-        )
-    refuse(
-        (missing, "missing tensors:", f"{matching}{tie}, or copy or download the folder again"),
-        (surplus, "tensors that the model of config.json does not have:", matching + leave_out),
-        (misshapen, "tensors of another shape than in config.json:", matching),
-        (
-            unreadable,
-            f"tensors that are not {errors.format_choices(DTYPES)}:",
-            "Use a model that is not quantized",
-        ),
-    )
-
-
 def refuse(*differences: tuple[list[str], str, str]) -> None:
     """Raises UserError if there are any tensors. Args: their names, a title, and a suggestion."""
-    problems = [
+    problems = ProblemCollector(
         f"{title} {abbreviate(names)}. {suggestion}."
         for names, title, suggestion in differences
         if names
-    ]
-    if problems:
-        raise UserError(problems)
-
-
-def is_same_tensor(reader: WeightReader, head: StoredTensor, embedding: StoredTensor) -> bool:
-    """True if two tensors contain the same numbers."""
-    if head is embedding or head.shape != embedding.shape:
-        return head is embedding
-    num_rows, num_columns = head.shape
-    step = max(_COMPARE_ELEMENTS // num_columns, 1)
-    parts = [(slice(start, start + step), slice(None)) for start in range(0, num_rows, step)]
-    return all(
-        reader.read_slice(head, part).tobytes() == reader.read_slice(embedding, part).tobytes()
-        for part in parts
     )
+    problems.raise_if_any()
 
 
 def abbreviate(names: list[str]) -> str:
@@ -359,9 +319,7 @@ def export_model(
     small_files: pathlib.Path | None = None,
     other_parts: OtherParts | None = None,
 ) -> None:
-    """Writes a folder that transformers loads: configs, tokenizer, and weights in safetensors.
-
-    See `create_folder`.
+    """Writes a folder that transformers loads, with `create_folder`: configs, tokenizer, weights.
 
     Args:
         master: float32 weights with the structure of `table`, in numpy or jax, whole or sharded
@@ -369,13 +327,10 @@ def export_model(
             function that returns a layer's (of a weight outside the layers: `function(None)`).
         fields: fields of the config.json that the model was made from.
         tokenizer: None if training read tokens; then the folder has no tokenizer.
-        small_files: folder whose tokenizer, chat template and generation config are copied
-            unchanged.
+        small_files: folder whose tokenizer, chat template and generation config are copied.
         other_parts: parts that are copied unchanged beside the text model; required if the model's
             export has them (`multimodal.are_exported`), else None.
-    Memory:
-        In addition to `master`, the weights of one file of `max_shard_size` at a time, in `dtype`.
-    Raises: UserError if the folder exists and is not empty, or cannot be written.
+    Memory: `master`, and one file of `max_shard_size` at a time, in `dtype`.
     """
     special = token_ids.choose(fields, tokenizer)
     config = model_config.make_config_json(fields, dtype=dtype, token_ids=special)

@@ -7,7 +7,7 @@ number t of an answer is in slot t // seq of device t % seq.
 
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jaxsp.core import axes
 from jaxsp.core.batch import Batch
 from jaxsp.delta_rule.spans import RowSpans
 from jaxsp.model import decoder
-from jaxsp.model.decoder import KindOfLayers, LayerArrays
+from jaxsp.model.decoder import LayerArrays
 
 Arrays = dict[LayerKind, dict[str, Array]]
 """Arrays of a mixer by the kind of its layers, which are stacked: [N, B, ...]."""
@@ -69,20 +69,18 @@ def prefill(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
     )
     arrays = LayerArrays(batch, tables, None, jnp.ones(batch.tokens_BL.shape, bool))
-    make = functools.partial(
-        KindOfLayers, config=config, attend=attend, gather=gather, tile_tokens=tile_tokens
-    )
+    layers = decoder.make_layers(config, attend, gather, tile_tokens)
 
     def run(kind: LayerKind, x: Array, shards: Weights, _: Any, indices: Any) -> Any:
-        layer = make(kind=kind)
-        inputs, carried = layer.run_input(shards["pre_attention"], x, indices, arrays)
+        layer = layers[kind]
+        inputs, carried = layer.project(shards["pre_attention"], x, indices, arrays)
         mixed, cache = layer.mixer.prefill(
             config,
             layer.gather_mixer_weights(shards.get("mix")),
             inputs,
             layer.make_row_inputs(indices, arrays),
         )
-        x, _ = layer.run_output(shards["post_attention"], x, mixed, carried, indices, arrays)
+        x, _ = layer.finish(shards["post_attention"], x, mixed, carried, indices, arrays)
         return x, cache
 
     indices = decoder.find_layer_indices(config, attend, has_dropout=False)
@@ -124,19 +122,17 @@ def decode(
         lengths_BM=positions_B1,
     )
     arrays = LayerArrays(batch, None, None, jnp.ones(positions_B1.shape, bool))
-    make = functools.partial(
-        KindOfLayers, config=config, attend=attend, gather=gather, tile_tokens=len(tokens_B)
-    )
+    layers = decoder.make_layers(config, attend, gather, len(tokens_B))
 
     def run(kind: LayerKind, x: Array, shards: Weights, cache: Any, of_layer: Any) -> Any:
         indices, window = of_layer
-        layer = make(kind=kind)
-        inputs, carried = layer.run_input(shards["pre_attention"], x, indices, arrays)
+        layer = layers[kind]
+        inputs, carried = layer.project(shards["pre_attention"], x, indices, arrays)
         prompt, answer, states = cache
         token = place._replace(prompts=prompt, answers=answer, states=states, window=window)
         weights = layer.gather_mixer_weights(shards.get("mix"))
         mixed, cache = layer.mixer.decode(config, weights, inputs, token)
-        x, _ = layer.run_output(shards["post_attention"], x, mixed, carried, indices, arrays)
+        x, _ = layer.finish(shards["post_attention"], x, mixed, carried, indices, arrays)
         return x, cache
 
     x_B1D = decoder.compute_first_input(
@@ -146,8 +142,9 @@ def decode(
         kind: (prompts.tokens[kind], answers.tokens[kind], answers.states[kind])
         for kind in config.kinds
     }
+    windows = [_ALL_TOKENS if layer.window is None else layer.window for layer in config.layers]
     indices = decoder.find_layer_indices(config, attend, has_dropout=False)
-    of_layers = indices, _list_windows(config)
+    of_layers = indices, jnp.asarray(windows, jnp.int32)
     x_B1D, new = _run_layers(run, config, x_B1D, shards, of_layers, caches)
     write = functools.partial(_write_token, slot=number // attend.strategy.seq, place=place)
     answers = Answers(
@@ -197,12 +194,6 @@ def _count_tokens(tokens: Arrays) -> int:
     return next((x.shape[2] for x in jax.tree.leaves(tokens)), 0)
 
 
-def _list_windows(config: ModelConfig) -> Int32[Array, "N"]:
-    """Number of tokens that a token sees, including itself, in each layer."""
-    windows = [_ALL_TOKENS if layer.window is None else layer.window for layer in config.layers]
-    return jnp.asarray(windows, jnp.int32)
-
-
 def _write_token(
     tokens: Float[Array, "N B n ..."],
     new: Float[Array, "N B 1 ..."],
@@ -234,47 +225,32 @@ def _run_layers(
     stacks = decoder.split_kinds(config, shards["layers"])
     done: collections.Counter[LayerKind] = collections.Counter()
     results: dict[LayerKind, list[LayerCache]] = {kind: [] for kind in config.kinds}
+    stack: Callable[..., Array] = lambda *parts: jnp.stack(parts)
+    concatenate: Callable[..., Array] = lambda *parts: jnp.concatenate(parts)
     for segment in config.segments:
-        counts = collections.Counter(segment.period)
-        run_period = functools.partial(
-            _run_period, run, segment, done.copy(), (stacks, caches or {}, indices)
-        )
+
+        def run_period(
+            x: Array,
+            period: Int32[Array, ""],
+            segment: LayerSegment = segment,
+            before: Mapping[LayerKind, int] = done.copy(),
+        ) -> tuple[Array, dict[LayerKind, LayerCache]]:
+            """Runs the layers of a period one after another."""
+            of_kinds: dict[LayerKind, list[LayerCache]] = {kind: [] for kind in segment.period}
+            for number, kind in enumerate(segment.period):
+                first = before[kind] + period * segment.period.count(kind)
+                layer = segment.first + period * len(segment.period) + number
+                own = _read((stacks[kind], (caches or {}).get(kind)), first + len(of_kinds[kind]))
+                x, result = run(kind, x, *own, _read(indices, layer))
+                of_kinds[kind].append(result)
+            return x, {kind: jax.tree.map(stack, *parts) for kind, parts in of_kinds.items()}
+
         x, of_kinds = jax.lax.scan(run_period, x, jnp.arange(segment.repeats, dtype=jnp.int32))
         for kind, of_kind in of_kinds.items():
             join = lambda y: y.reshape(-1, *y.shape[2:])
             results[kind].append(jax.tree.map(join, of_kind))
-            done[kind] += segment.repeats * counts[kind]
-    concatenate: Callable[..., Array] = lambda *parts: jnp.concatenate(parts)
+            done[kind] += segment.repeats * segment.period.count(kind)
     return x, {kind: jax.tree.map(concatenate, *parts) for kind, parts in results.items()}
-
-
-def _run_period(
-    run: Callable[..., tuple[Array, LayerCache]],
-    segment: LayerSegment,
-    done: collections.Counter[LayerKind],
-    stacked: tuple[Any, dict[LayerKind, Any], Any],
-    x: Array,
-    period: Int32[Array, ""],
-) -> tuple[Array, dict[LayerKind, LayerCache]]:
-    """Runs the layers of a period one after another.
-
-    Args:
-        done: number of layers of each kind before the segment.
-        stacked: arrays of all layers: shards and caches by kind, and indices.
-    """
-    shards, caches, indices = stacked
-    counts = collections.Counter(segment.period)
-    seen: collections.Counter[LayerKind] = collections.Counter()
-    results: dict[LayerKind, list[LayerCache]] = {kind: [] for kind in counts}
-    for number, kind in enumerate(segment.period):
-        place = done[kind] + period * counts[kind] + seen[kind]
-        layer = segment.first + period * len(segment.period) + number
-        own_shards, cache = _read((shards[kind], caches.get(kind)), place)
-        x, result = run(kind, x, own_shards, cache, _read(indices, layer))
-        results[kind].append(result)
-        seen[kind] += 1
-    stack: Callable[..., Array] = lambda *parts: jnp.stack(parts)
-    return x, {kind: jax.tree.map(stack, *parts) for kind, parts in results.items()}
 
 
 def _read(stacked: Any, index: Int32[Array, ""]) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,14 +13,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.attend import Attend
 from jaxsp.blocks import dropout, layers, registry
-from jaxsp.blocks.block import LayerOutput, Mixer, RowInputs, Statistics, TokenInputs
+from jaxsp.blocks.block import LayerOutput, Mixer, RowInputs
 from jaxsp.blocks.config import ATTENTION, MLP, LayerKind, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Gather, Norm, Parameter, declare_param
 from jaxsp.core.batch import Batch
 from jaxsp.delta_rule import spans
 from jaxsp.model import layer_stack, tiling
-from jaxsp.model.layer_stack import LayerParts, Sums
+from jaxsp.model.layer_stack import Layer, Sums
 from jaxsp.model.remat import RematPolicy
 
 LAYER_PREFIX = "model.layers.{layer}."
@@ -50,15 +50,21 @@ class OutsideLayers(nnx.Module):
         self.head = None if config.tie_embeddings else declare_param(head)
 
 
-class DecoderLayer(nnx.Module):
-    """Weights of one layer, in three parts."""
-
-    def __init__(self, config: ModelConfig, kind: LayerKind):
-        mixer = registry.MIXERS[kind.mixer]
-        config = dataclasses.replace(config, norm_names=mixer.norm_names(config))
-        self.pre_attention = mixer.declare_input(config)
-        self.mix = mixer.declare_weights(config)
-        self.post_attention = LayerOutput(config, mixer, registry.FEED_FORWARDS[kind.feed_forward])
+@functools.lru_cache(maxsize=16)
+def _declare_layer(
+    config: ModelConfig, kind: LayerKind
+) -> tuple[dict[str, nnx.GraphDef], dict[str, layers.Weights]]:
+    """Modules of a layer without weights, and the tables of their weights, by part of the layer."""
+    mixer = registry.MIXERS[kind.mixer]
+    config = dataclasses.replace(config, norm_names=mixer.norm_names(config))
+    modules: dict[str, nnx.Module | None] = {
+        "pre_attention": mixer.declare_input(config),
+        "mix": mixer.declare_weights(config),
+        "post_attention": LayerOutput(config, mixer, registry.FEED_FORWARDS[kind.feed_forward]),
+    }
+    given = {part: module for part, module in modules.items() if module is not None}
+    graphdefs = {part: nnx.graphdef(module) for part, module in given.items()}
+    return graphdefs, {part: _make_table(module) for part, module in given.items()}
 
 
 @functools.lru_cache(maxsize=4)
@@ -69,8 +75,19 @@ def param_table(config: ModelConfig) -> layers.Weights:
         "layers": {"pre_attention": {"q": {"weight": ...}, ...}, "post_attention": ...}}. If there
         are layers of several kinds, "layers" has such a table for each, by the kind's name.
     """
-    tables = {kind: _make_layer_table(config, kind) for kind in config.kinds}
-    return _make_table(OutsideLayers(config)) | {"layers": join_kinds(tables)}
+    tables = {}
+    for kind in config.kinds:
+        numbers = tuple(number for number, layer in enumerate(config.layers) if layer.kind == kind)
+
+        def stack(param: Parameter, numbers: tuple[int, ...] = numbers) -> Parameter:
+            hf_name = LAYER_PREFIX + param.hf_name
+            return dataclasses.replace(param, hf_name=hf_name, layers=numbers)
+
+        tables[kind] = jax.tree.map(stack, _declare_layer(config, kind)[1])
+    of_layers: Any = {kind.name: table for kind, table in tables.items()}
+    if len(tables) == 1:
+        (of_layers,) = tables.values()
+    return _make_table(OutsideLayers(config)) | {"layers": of_layers}
 
 
 def plain_table(config: ModelConfig) -> layers.Weights:
@@ -83,23 +100,6 @@ def split_kinds(config: ModelConfig, tree: Any) -> dict[LayerKind, Any]:
     if len(config.kinds) == 1:
         return {config.kinds[0]: tree}
     return {kind: tree[kind.name] for kind in config.kinds}
-
-
-def join_kinds(trees: Mapping[LayerKind, Any]) -> Any:
-    """The inverse of `split_kinds`."""
-    if len(trees) == 1:
-        return next(iter(trees.values()))
-    return {kind.name: tree for kind, tree in trees.items()}
-
-
-def _make_layer_table(config: ModelConfig, kind: LayerKind) -> layers.Weights:
-    numbers = tuple(number for number, layer in enumerate(config.layers) if layer.kind == kind)
-
-    def stack(param: Parameter) -> Parameter:
-        hf_name = LAYER_PREFIX + param.hf_name
-        return dataclasses.replace(param, hf_name=hf_name, layers=numbers)
-
-    return jax.tree.map(stack, _make_table(DecoderLayer(config, kind)))
 
 
 def _make_table(module: nnx.Module) -> layers.Weights:
@@ -171,14 +171,8 @@ def hidden_states(
     tables = attend.make_segment_tables(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
     )
-    kinds = [
-        KindOfLayers(
-            config=config, kind=kind, attend=attend, gather=gather, tile_tokens=tile_tokens
-        )
-        for kind in config.kinds
-    ]
     x_BlD, sums = layer_stack.run_layers(
-        {of_kind.kind: of_kind.make_parts() for of_kind in kinds},
+        make_layers(config, attend, gather, tile_tokens),
         x_BlD,
         split_kinds(config, shards["layers"]),
         find_layer_indices(config, attend, has_dropout=token_keys is not None),
@@ -218,7 +212,7 @@ def apply_last_norm(
 ) -> Float[Array, "B l D"]:
     """Input of the head, from the output of the last layer."""
     norm = gather(param_table(config)["norm"], shards["norm"])
-    return nnx.merge(_graphdef_of_norm(config), norm)(x_BlD)
+    return nnx.merge(nnx.graphdef(OutsideLayers(config).norm), norm)(x_BlD)
 
 
 class LayerArrays(NamedTuple):
@@ -244,62 +238,40 @@ class LayerIndices(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KindOfLayers:
-    """The functions of `LayerParts` for the layers of a kind."""
+class DecoderLayer(Layer):
+    """The layers of a kind, on a mesh."""
 
     config: ModelConfig
     kind: LayerKind
+    params: layers.Weights
+    """Parameter table of the layers."""
     attend: Attend
     gather: Gather
     tile_tokens: int
-
-    def make_parts(self) -> LayerParts:
-        return LayerParts(pre=self.run_input, mix=self._mix, post=self.run_output)
 
     @property
     def mixer(self) -> Mixer:
         return registry.MIXERS[self.kind.mixer]
 
-    @property
-    def _params(self) -> layers.Weights:
-        return split_kinds(self.config, param_table(self.config)["layers"])[self.kind]
-
-    def _apply(self, function: Callable[..., Any], part: str, *inputs: Any, **shared: Any) -> Any:
-        """Applies a function of (weights, *arrays) in tiles of tokens."""
-        return tiling.apply_in_tiles(
-            function,
-            self._params[part],
-            *inputs,
-            gather=self.gather,
-            tile_tokens=self.tile_tokens,
-            **shared,
-        )
-
-    def run_input(
+    def project(
         self, shards: layers.Weights, x_BlD: Array, indices: LayerIndices, arrays: LayerArrays
     ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
-        graphdef, _ = _graphdefs(self.config, self.kind)
-
-        def compute(
-            weights: layers.Weights,
-            x_BlD: Array,
-            positions_Bl: Array,
-            keys: Keys | None,
-            rope_index: Array | int = 0,
-        ) -> Any:
-            tokens = TokenInputs(positions_Bl, keys, rope_index)
-            return nnx.merge(graphdef, weights)(x_BlD, tokens)
-
         keys = dropout.fold_layer(arrays.token_keys, indices.layer)
-        return self._apply(
-            compute,
-            "pre_attention",
+        return tiling.apply_in_tiles(
+            self._bind("pre_attention"),
+            self.params["pre_attention"],
             shards,
             (x_BlD, arrays.batch.positions_BL, keys),
+            gather=self.gather,
+            tile_tokens=self.tile_tokens,
             shared=() if indices.rope is None else (indices.rope,),
         )
 
-    def _mix(
+    def _bind(self, part: str) -> Callable[[layers.Weights], Callable[..., Any]]:
+        """Function that makes the module of a part, given its weights."""
+        return functools.partial(nnx.merge, _declare_layer(self.config, self.kind)[0][part])
+
+    def mix(
         self,
         shards: layers.Weights | None,
         inputs: Sequence[Array],
@@ -311,14 +283,14 @@ class KindOfLayers:
 
     def gather_mixer_weights(self, shards: layers.Weights | None) -> layers.Weights:
         """Whole weights of `Mixer.mix` in a layer."""
-        return self.gather(self._params["mix"], shards) if "mix" in self._params else {}
+        return self.gather(self.params["mix"], shards) if "mix" in self.params else {}
 
     def make_row_inputs(self, indices: LayerIndices, arrays: LayerArrays) -> RowInputs:
         """Inputs of `Mixer.mix` in a layer."""
         kind = 0 if indices.attention is None else indices.attention
         return RowInputs(arrays.batch, self.attend, arrays.tables, kind)
 
-    def run_output(
+    def finish(
         self,
         shards: layers.Weights,
         x_BlD: Array,
@@ -327,24 +299,41 @@ class KindOfLayers:
         indices: LayerIndices,
         arrays: LayerArrays,
     ) -> tuple[Array, Sums]:
-        _, graphdef = _graphdefs(self.config, self.kind)
         mlp_input_BlD, *others = carried
-
-        def compute(
-            weights: layers.Weights,
-            x_BlD: Array,
-            mixed: Array,
-            mlp_input_BlD: Array | None,
-            keys: Keys | None,
-            *others: Array,
-        ) -> tuple[Array, Statistics]:
-            module = nnx.merge(graphdef, weights)
-            return module(x_BlD, mixed, mlp_input_BlD, *others, keys=keys)
-
         keys = dropout.fold_layer(arrays.token_keys, indices.layer)
-        tokens = (x_BlD, mixed, mlp_input_BlD, keys, *others)
-        x_BlD, statistics = self._apply(compute, "post_attention", shards, tokens)
-        return x_BlD, jax.tree.map(functools.partial(_sum_rows, arrays.is_token_Bl), statistics)
+        x_BlD, statistics = tiling.apply_in_tiles(
+            self._bind("post_attention"),
+            self.params["post_attention"],
+            shards,
+            (x_BlD, mixed, mlp_input_BlD, keys, *others),
+            gather=self.gather,
+            tile_tokens=self.tile_tokens,
+        )
+
+        def sum_rows(statistic: Float32[Array, "B l ..."]) -> Float32[Array, "B ..."]:
+            """Sum over this device's tokens of each row."""
+            assert arrays.is_token_Bl is not None, "the block has no statistics"
+            is_token = jnp.expand_dims(arrays.is_token_Bl, range(2, statistic.ndim))
+            return jnp.sum(jnp.where(is_token, statistic, 0), axis=1)
+
+        return x_BlD, jax.tree.map(sum_rows, statistics)
+
+
+def make_layers(
+    config: ModelConfig, attend: Attend, gather: Gather, tile_tokens: int
+) -> dict[LayerKind, DecoderLayer]:
+    """The kinds of layers. Args: see `hidden_states`."""
+    return {
+        kind: DecoderLayer(
+            config=config,
+            kind=kind,
+            params=params,
+            attend=attend,
+            gather=gather,
+            tile_tokens=tile_tokens,
+        )
+        for kind, params in split_kinds(config, param_table(config)["layers"]).items()
+    }
 
 
 def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Array, "B l"] | None:
@@ -358,15 +347,6 @@ def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Arra
         tokens_per_device=batch.tokens_BL.shape[1],
     )
     return spans.find_segments(batch.starts_BM, batch.lengths_BM, row_spans.own_tokens()).inside_Bl
-
-
-def _sum_rows(
-    is_token_Bl: Array | None, statistic: Float32[Array, "B l ..."]
-) -> Float32[Array, "B ..."]:
-    """Sum over this device's tokens of each row."""
-    assert is_token_Bl is not None, "the block has no statistics"
-    is_token = jnp.expand_dims(is_token_Bl, range(2, statistic.ndim))
-    return jnp.sum(jnp.where(is_token, statistic, 0), axis=1)
 
 
 def find_layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) -> LayerIndices:
@@ -417,16 +397,3 @@ def embed_tokens(
 
     embed.defvjp(lambda shard: (embed(shard), None), backward)
     return embed(shard)
-
-
-@functools.lru_cache(maxsize=16)
-def _graphdefs(config: ModelConfig, kind: LayerKind) -> tuple[nnx.GraphDef, nnx.GraphDef]:
-    """Modules without weights: the parts of a layer before and after the mixing."""
-    layer = DecoderLayer(config, kind)
-    return nnx.graphdef(layer.pre_attention), nnx.graphdef(layer.post_attention)
-
-
-@functools.lru_cache(maxsize=4)
-def _graphdef_of_norm(config: ModelConfig) -> nnx.GraphDef:
-    """The last norm without its weights."""
-    return nnx.graphdef(OutsideLayers(config).norm)

@@ -11,6 +11,7 @@ kinds of layers repeat with a period, k is a multiple of it.
                 backward pass, from last to first
 """
 
+import abc
 import collections
 import dataclasses
 import functools
@@ -33,26 +34,39 @@ Sums = dict[str, Array]
 several layers are stacked."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerParts:
-    """Functions of a layer's parts. `batch` is a tree of arrays without gradients."""
+class Layer(abc.ABC):
+    """The layers of a kind: functions of the shards of one of them.
 
-    pre: Callable[..., tuple[Any, Any]]
-    """(shards, x, indices, batch) -> (arrays to mix, arrays that `post` gets too)."""
-    mix: Callable[..., Array]
-    """(shards or None, arrays to mix, indices, batch) -> mixed. The part that communicates."""
-    post: Callable[..., tuple[Array, Sums]]
-    """(shards, x, mixed, carried arrays, indices, batch) -> (x of the next layer, sums)."""
+    Args:
+        indices: see `decoder.LayerIndices`.
+        batch: tree of arrays without gradients.
+    """
 
-    def __call__(self, shards: Weights, x: Array, indices: Any, batch: Any) -> tuple[Array, Sums]:
-        """Output of a layer, and its sums. Args: indices: see `decoder.LayerIndices`."""
-        inputs, carried = self.pre(shards["pre_attention"], x, indices, batch)
+    @abc.abstractmethod
+    def project(self, shards: Weights, x: Array, indices: Any, batch: Any) -> tuple[Any, Any]:
+        """Arrays to mix, and arrays that `finish` gets too."""
+
+    @abc.abstractmethod
+    def mix(self, shards: Weights | None, inputs: Any, indices: Any, batch: Any) -> Array:
+        """The mixed array. The part that communicates."""
+
+    @abc.abstractmethod
+    def finish(
+        self, shards: Weights, x: Array, mixed: Array, carried: Any, indices: Any, batch: Any
+    ) -> tuple[Array, Sums]:
+        """Input of the next layer, and the layer's sums."""
+
+    def __call__(self, x: Array, own: tuple[Weights, Any], *, batch: Any) -> tuple[Array, Sums]:
+        """Runs a layer. Args: own: its shards and indices."""
+        shards, indices = own
+        x = remat.name_layer_input(x)
+        inputs, carried = self.project(shards["pre_attention"], x, indices, batch)
         mixed = self.mix(shards.get("mix"), inputs, indices, batch)
-        return self.post(shards["post_attention"], x, mixed, carried, indices, batch)
+        return self.finish(shards["post_attention"], x, mixed, carried, indices, batch)
 
 
 def run_layers(
-    parts: Mapping[LayerKind, LayerParts],
+    layers: Mapping[LayerKind, Layer],
     x: Array,
     shards: Mapping[LayerKind, Weights],
     indices: Any,
@@ -79,7 +93,7 @@ def run_layers(
         num_done.update(numbers)
         if policy.has_own_backward_pass:
             stack = OffloadedStack(
-                parts=parts,
+                layers=layers,
                 period=segment.period,
                 num_periods=segment.repeats,
                 group_size=-(-policy.offload_every // len(segment.period)),
@@ -92,18 +106,26 @@ def run_layers(
         divided = policy.divide(segment, segments[-1].first + segments[-1].num_layers)
         if len(segment.period) == len(divided) == 1:
             (kind,) = stacks
-            run = functools.partial(_run_layer, parts[kind], batch, divided[0][1], kind)
+            run_layer = functools.partial(layers[kind], batch=batch)
+            run = remat.checkpoint_layer(run_layer, divided[0][1], kind)
             x, sums = jax.lax.scan(run, x, (stacks[kind], own))
             all_sums.append(sums)
             continue
-        own = _split_layers(own, len(segment.period))
+        count = len(segment.period)
+        own = jax.tree.map(lambda x, n=count: x.reshape(-1, n, *x.shape[1:]), own)
         for periods, of_part in divided:
-            run = functools.partial(_run_period, parts, segment.period, stacks, batch, of_part)
+            run = functools.partial(_run_period, layers, segment.period, stacks, batch, of_part)
             of_periods = _take_layers(own, periods.start, len(periods))
             inputs = jnp.asarray(periods, jnp.int32), of_periods
             x, sums = jax.lax.scan(run, x, inputs)
             all_sums.append(jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), sums))
     return x, _join_sums(all_sums)
+
+
+def _join_sums(parts: Sequence[Sums]) -> Sums:
+    """Stacked sums of several groups of layers; groups without sums are left out."""
+    given = [sums for sums in parts if sums]
+    return jax.tree.map(lambda *sums: jnp.concatenate(sums), *given) if given else {}
 
 
 def is_one_loop(segments: Sequence[LayerSegment], policy: RematPolicy) -> bool:
@@ -115,31 +137,8 @@ def is_one_loop(segments: Sequence[LayerSegment], policy: RematPolicy) -> bool:
     return is_uniform and is_undivided and not policy.has_own_backward_pass
 
 
-def _join_sums(parts: Sequence[Sums]) -> Sums:
-    """Stacked sums of several groups of layers; groups without sums are left out."""
-    given = [sums for sums in parts if sums]
-    return jax.tree.map(lambda *sums: jnp.concatenate(sums), *given) if given else {}
-
-
-def _run_layer(
-    parts: LayerParts,
-    batch: Any,
-    policy: RematPolicy,
-    kind: LayerKind,
-    x: Array,
-    inputs: tuple[Weights, Any],
-) -> tuple[Array, Sums]:
-    """Runs a layer of a segment whose layers are alike."""
-
-    def layer(x: Array, inputs: tuple[Weights, Any]) -> tuple[Array, Sums]:
-        shards, indices = inputs
-        return parts(shards, remat.name_layer_input(x), indices, batch)
-
-    return remat.checkpoint_layer(layer, policy, kind)(x, inputs)
-
-
 def _run_period(
-    parts: Mapping[LayerKind, LayerParts],
+    layers: Mapping[LayerKind, Layer],
     period: Sequence[LayerKind],
     stacks: Mapping[LayerKind, Weights],
     batch: Any,
@@ -162,16 +161,17 @@ def _run_period(
 
         def layer(x: Array, inputs: tuple[Array, Any], kind: LayerKind = kind) -> Any:
             place, indices = inputs
-            shards = _read(stacks[kind], place)
-            return parts[kind](shards, remat.name_layer_input(x), indices, batch)
+            return layers[kind](x, (_read(stacks[kind], place), indices), batch=batch)
 
         checkpointed = remat.checkpoint_layer(layer, policy, kind)
         first = _index(number, counts[kind], done[kind])
-        of_group = _take_places(indices, done.total(), count)
+        place = done.total()
         if count == 1:
-            x, sums = checkpointed(x, (first, of_group))
+            of_layer = jax.tree.map(lambda x, place=place: x[place], indices)
+            x, sums = checkpointed(x, (first, of_layer))
             sums = jax.tree.map(lambda y: y[None], sums)
         else:
+            of_group = jax.tree.map(lambda x, i=place, n=count: x[i : i + n], indices)
             places = first + jnp.arange(count, dtype=jnp.int32)
             x, sums = jax.lax.scan(checkpointed, x, (places, of_group))
         all_sums.append(sums)
@@ -188,23 +188,11 @@ def _take_layers(stacked: Any, first: int, number: int) -> Any:
     return jax.tree.map(take, stacked)
 
 
-def _split_layers(stacked: Any, count: int) -> Any:
-    """Stacked arrays as [periods, count, ...]."""
-    return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), stacked)
-
-
-def _take_places(arrays: Any, first: int, count: int) -> Any:
-    """Arrays of `count` layers of a period, stacked if they are several."""
-    if count == 1:
-        return jax.tree.map(lambda x: x[first], arrays)
-    return jax.tree.map(lambda x: x[first : first + count], arrays)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadedStack:
     """The layers of a segment, one after another; see the module's docstring."""
 
-    parts: Mapping[LayerKind, LayerParts]
+    layers: Mapping[LayerKind, Layer]
     period: Sequence[LayerKind]
     num_periods: int
     group_size: int
@@ -237,11 +225,6 @@ class OffloadedStack:
     def _groups(self) -> tuple[int, int]:
         """Number of groups with group_size periods, and number of the remaining periods."""
         return divmod(self.num_periods, self.group_size)
-
-    @property
-    def _numbers(self) -> range:
-        """Numbers of the layers of a period."""
-        return range(len(self.period))
 
     def _run_without_gradient(
         self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
@@ -294,8 +277,7 @@ class OffloadedStack:
         batch: Any,
     ) -> tuple[Array, dict[LayerKind, Sums]]:
         x, sums = state
-        for number in self._numbers:
-            kind = self.period[number]
+        for number, kind in enumerate(self.period):
             x, of_layer = self._apply_layer(stacked, period, number=number, x=x, batch=batch)
             write = functools.partial(_write, index=self._place(period, number))
             sums = sums | {kind: jax.tree.map(write, sums[kind], of_layer)}
@@ -306,7 +288,7 @@ class OffloadedStack:
     ) -> tuple[Array, Sums]:
         holders, values, indices = self._read_layer(stacked, period, number)
         shards = self.merge_holders(holders, values)
-        return self.parts[self.period[number]](shards, x, indices, batch)
+        return self.layers[self.period[number]](x, (shards, indices), batch=batch)
 
     def _place(self, period: Array | int, number: int) -> Array | int:
         """Index of a layer in the arrays of its kind."""
@@ -347,8 +329,7 @@ class OffloadedStack:
                 dx, gradients = state
                 index = size - 1 - i
                 stored, offset = inputs
-                for number in reversed(self._numbers):
-                    kind = self.period[number]
+                for number, kind in reversed(list(enumerate(self.period))):
                     layer_inputs = self._read_layer(stacked, first + index, number)
                     place = offset + _index(index, len(self.period), number)
                     place_of_kind = self._place(first + index, number)
@@ -376,14 +357,7 @@ class OffloadedStack:
         return dx, gradients, None, None, None
 
     def _compute_inputs(
-        self,
-        waiting: Array,
-        kept: Array,
-        group: Array | int,
-        stacked: Any,
-        batch: Any,
-        *,
-        size: int,
+        self, waiting: Array, kept: Array, group: Any, stacked: Any, batch: Any, *, size: int
     ) -> Array:
         """Inputs of a group's layers, in host memory. Args: waiting: array that they replace."""
         x = host_memory.to_device(_read(kept, group))
@@ -396,13 +370,13 @@ class OffloadedStack:
             return x, _write(waiting, host_memory.to_host(x), next_place)
 
         def run_period(i: Array, state: tuple[Array, Array]) -> Any:
-            for number in self._numbers:
+            for number in range(len(self.period)):
                 state = run_layer(i, number, state)
             return state
 
         state = x, _write(waiting, host_memory.to_host(x), 0)
         state = jax.lax.fori_loop(0, size - 1, run_period, state)
-        for number in self._numbers[:-1]:
+        for number in range(len(self.period) - 1):
             state = run_layer(size - 1, number, state)
         return state[1]
 
@@ -433,9 +407,9 @@ class OffloadedStack:
 
             return run
 
-        pre = bind(self.parts[kind].pre, "pre_attention")
-        mix = bind(self.parts[kind].mix, "mix")
-        post = bind(self.parts[kind].post, "post_attention")
+        pre = bind(self.layers[kind].project, "pre_attention")
+        mix = bind(self.layers[kind].mix, "mix")
+        post = bind(self.layers[kind].finish, "post_attention")
         read_input = lambda index: host_memory.to_device(_read(kept, index))
         # Recompute what is mixed, and the result
         x = read_input(index)

@@ -55,7 +55,7 @@ def choose_dividing_tile(num_tokens: int, max_tile: int) -> int:
 
 
 def apply_in_tiles(
-    function: Callable[..., Any],
+    bind: Callable[[layers.Weights], Callable[..., Any]],
     params: layers.Weights,
     shards: Any,
     arrays: _Arrays,
@@ -64,7 +64,7 @@ def apply_in_tiles(
     tile_tokens: int,
     shared: tuple[Any, ...] = (),
 ) -> Any:
-    """Computes function(whole weights, *arrays, *shared) for `tile_tokens` tokens at a time.
+    """Computes bind(whole weights)(*arrays, *shared) for `tile_tokens` tokens at a time.
 
     Shapes: arrays and results are [B, l, ...]; an array may be None. The function treats each token
         independently. It is called with [1, tile_tokens, ...], or with all tokens if there is one
@@ -75,7 +75,7 @@ def apply_in_tiles(
     assert arrays[0] is not None
     lead = arrays[0].shape[:2]
     if math.prod(lead) <= tile_tokens:
-        return function(gather(params, shards), *arrays, *shared)
+        return bind(gather(params, shards))(*arrays, *shared)
     is_float = [x is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
     split = functools.partial(split_tiles, tile_shape=(1, tile_tokens))
     join = functools.partial(join_tiles, tile_ndim=2, lead=lead)
@@ -83,7 +83,7 @@ def apply_in_tiles(
     @jax.custom_vjp
     def apply(shards: Any, arrays: _Arrays, shared: tuple[Any, ...]) -> Any:
         weights = jax.tree.map(gather.all_gather, params, shards)
-        compute_tile = lambda _, tile: (None, function(weights, *tile, *shared))
+        compute_tile = lambda _, tile: (None, bind(weights)(*tile, *shared))
         _, results = _scan_tiles(compute_tile, None, jax.tree.map(split, arrays))
         return jax.tree.map(join, results)
 
@@ -95,7 +95,7 @@ def apply_in_tiles(
         trained = _select_trained(gather, weights, shards)
         trained_params = _select_trained(gather, params, shards)
 
-        run = lambda trained, *inputs: function(_replace(weights, trained), *inputs, *shared)
+        run = lambda trained, *inputs: bind(_replace(weights, trained))(*inputs, *shared)
 
         def add_tile(sums: Any, tile: tuple[Any, Any]) -> tuple[Any, list[Array]]:
             inputs, dresults = tile

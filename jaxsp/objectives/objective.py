@@ -49,6 +49,11 @@ class PairObjective(Objective, abc.ABC):
     def rewards(self, pairs: "PairSums") -> Any:
         """Implicit reward of each document, float32[P, 2], for metrics."""
 
+    def margin(self, pairs: "PairSums") -> Any:
+        """Difference of the implicit rewards, float32[P]."""
+        rewards_P2 = self.rewards(pairs)
+        return rewards_P2[:, 0] - rewards_P2[:, 1]
+
     def measure(self, pairs: "PairSums") -> dict[str, Any]:
         """Sums for metrics that only this objective has."""
         return {}

@@ -1,10 +1,10 @@
-"""Objectives of pairs: a chosen and a rejected answer to one prompt.
+"""Objectives of pairs, a chosen and a rejected answer to one prompt, and of unpaired answers.
 
 Names, signs and defaults are those of TRL 1.16 (DPOTrainer; CPOTrainer for SimPO, which adds the
 SFT term by default, unlike the paper; ORPOTrainer; RewardTrainer).
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from jaxsp.config.fields import NonNegativeFloat, PositiveFloat, with_examples
 from jaxsp.objectives.objective import PairObjective, Relative, WithSft
@@ -25,14 +25,7 @@ class _Smoothed(PairObjective):
         return -right_P - self.label_smoothing * jax.nn.log_sigmoid(-margin_P)
 
 
-class _RelativePair(WithSft, Relative):
-    def margin(self, pairs: "PairSums") -> Any:
-        """Difference of the implicit rewards, float32[P]."""
-        rewards_P2 = self.rewards(pairs)
-        return rewards_P2[:, 0] - rewards_P2[:, 1]
-
-
-class Dpo(_Smoothed, _RelativePair):
+class Dpo(_Smoothed, WithSft, Relative):
     """Sigmoid loss of the difference between log-probabilities of chosen and rejected, relative to
     the reference model.
 
@@ -45,7 +38,7 @@ class Dpo(_Smoothed, _RelativePair):
         return self.smooth(self.margin(pairs))
 
 
-class Hinge(_RelativePair):
+class Hinge(WithSft, Relative):
     """Hinge loss of the same margin as dpo. Source: SLiC, arXiv:2305.10425."""
 
     type: Literal["hinge"] = "hinge"
@@ -56,7 +49,7 @@ class Hinge(_RelativePair):
         return jax.nn.relu(1 - self.margin(pairs))
 
 
-class Ipo(_RelativePair):
+class Ipo(WithSft, Relative):
     """Squared distance of the margin of per-token log-ratios from 1 / (2 beta).
 
     Source: IPO, arXiv:2310.12036, equation 17.
@@ -71,7 +64,7 @@ class Ipo(_RelativePair):
         return (ratios_P2[:, 0] - ratios_P2[:, 1] - 1 / (2 * self.beta)) ** 2
 
 
-class Robust(_Smoothed, _RelativePair):
+class Robust(_Smoothed, WithSft, Relative):
     """DPO loss corrected for a known rate of swapped labels (label_smoothing).
 
     Source: arXiv:2403.00409, equation 4.
@@ -107,8 +100,7 @@ class Simpo(_Mean, _Smoothed):
     """Target margin between the rewards of chosen and rejected."""
 
     def losses(self, pairs: "PairSums") -> Any:
-        rewards_P2 = self.rewards(pairs)
-        return self.smooth(rewards_P2[:, 0] - rewards_P2[:, 1] - self.gamma)
+        return self.smooth(self.margin(pairs) - self.gamma)
 
 
 class Orpo(_Mean):
@@ -147,9 +139,50 @@ class Reward(PairObjective):
     def losses(self, pairs: "PairSums") -> Any:
         import jax
 
-        scores_P2 = pairs.logps_P2
-        losses_P = -jax.nn.log_sigmoid(scores_P2[:, 0] - scores_P2[:, 1])
-        return losses_P + self.center_rewards_coefficient * scores_P2.sum(1) ** 2
+        losses_P = -jax.nn.log_sigmoid(self.margin(pairs))
+        return losses_P + self.center_rewards_coefficient * pairs.logps_P2.sum(1) ** 2
 
     def rewards(self, pairs: "PairSums") -> Any:
         return pairs.logps_P2
+
+
+class Kto(Relative):
+    """KTO loss of answers labeled desirable or undesirable, relative to an estimate of
+    the KL divergence from the reference model.
+
+    The reference point is the mean log-ratio of the mismatched documents (a prompt and the answer
+    to another one) over the whole step, at least 0; it has no gradient.
+
+    Source: KTO, arXiv:2402.01306, equations 7 and 8, and TRL 1.16's KTOTrainer. Differs: TRL takes
+        the mean over a device batch and over the devices.
+    """
+
+    type: Literal["kto"] = "kto"
+    desirable_weight: Annotated[NonNegativeFloat, with_examples(1.0)] = 1.0
+    """Factor of the losses of desirable records."""
+    undesirable_weight: Annotated[NonNegativeFloat, with_examples(1.33)] = 1.0
+    """Factor of the losses of undesirable records."""
+    format: ClassVar[str | None] = "unpaired"
+    needs_step: ClassVar[bool] = True
+
+    def losses(self, pairs: "PairSums") -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        point = jax.lax.stop_gradient(self._find_reference_point(pairs))
+        sign_P = jnp.where(pairs.is_desirable_P, 1.0, -1.0)
+        weight_P = jnp.where(pairs.is_desirable_P, self.desirable_weight, self.undesirable_weight)
+        value_P = jax.nn.sigmoid(self.beta * sign_P * (pairs.ratios_P2[:, 0] - point))
+        return weight_P * (1 - value_P)
+
+    def measure(self, pairs: "PairSums") -> dict[str, Any]:
+        num_pairs = pairs.is_real_P.sum(dtype="float32")
+        return {"kl_sum": self._find_reference_point(pairs) * num_pairs}
+
+    def _find_reference_point(self, pairs: "PairSums") -> Any:
+        """Mean log-ratio of the mismatched documents, float32, at least 0."""
+        import jax.numpy as jnp
+
+        num_pairs = jnp.maximum(pairs.is_real_P.sum(), 1).astype(jnp.float32)
+        ratios_P = jnp.where(pairs.is_real_P, pairs.ratios_P2[:, 1], 0)
+        return jnp.maximum(ratios_P.sum() / num_pairs, 0)

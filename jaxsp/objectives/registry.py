@@ -2,8 +2,7 @@
 
 from jaxsp.config.fields import Choice
 from jaxsp.objectives.objective import Sft
-from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Orpo, Reward, Robust, Simpo
-from jaxsp.objectives.unpaired import Kto
+from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Kto, Orpo, Reward, Robust, Simpo
 
 OBJECTIVES = (Sft, Dpo, Hinge, Ipo, Robust, Simpo, Orpo, Kto, Reward)
 

@@ -22,15 +22,12 @@ import optax
 from jaxtyping import Array, Float, Float32
 
 BLOCK_SIZE = 256
-
 _NUM_DECADES = 7
 
 
 def make_table(num_entries: int) -> np.ndarray:
     """Magnitudes in ascending order: 0, then the middles of equal parts of each decade, and 1.
-
-    Args: num_entries: 128 for signed numbers, 256 for positive ones.
-    """
+    Args: num_entries: 128 for signed numbers, 256 for positive ones."""
     per_decade = [num_entries * 2**decade // 2**_NUM_DECADES for decade in range(_NUM_DECADES)]
     middles = [
         10.0 ** (decade + 1 - _NUM_DECADES) * (0.1 + 0.9 * (np.arange(count) + 0.5) / count)
@@ -53,38 +50,24 @@ class Quantized(NamedTuple):
     """Largest magnitude of each block, float32 [rows, blocks]."""
 
 
-class State(NamedTuple):
-    """State of a matrix."""
-
-    count: Any
-    """Number of updates."""
-    mu: Quantized
-    """Average gradient."""
-    nu: Quantized
-    """Average squared gradient."""
-
-
 def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Adam (optax.scale_by_adam) of one matrix, with moments in 8 bits between updates."""
     adam = optax.scale_by_adam(b1, b2, eps)
 
-    def init(matrix: Any) -> State:
+    def init(matrix: Any) -> optax.ScaleByAdamState:
         rows, columns = matrix.shape
         scales = jnp.zeros((rows, -(-columns // BLOCK_SIZE)), jnp.float32)
-        return State(
+        return optax.ScaleByAdamState(
             count=jnp.int32(0),
             mu=Quantized(codes=jnp.zeros(matrix.shape, jnp.int8), scales=scales),
             nu=Quantized(codes=jnp.zeros(matrix.shape, jnp.uint8), scales=scales),
         )
 
-    def update(gradient: Any, state: State, matrix: Any = None) -> tuple[Any, State]:
-        whole = optax.ScaleByAdamState(
-            count=state.count, mu=dequantize(state.mu), nu=dequantize(state.nu)
-        )
+    def update(gradient: Any, state: Any, matrix: Any = None) -> tuple[Any, Any]:
+        whole = state._replace(mu=dequantize(state.mu), nu=dequantize(state.nu))
         direction, new = adam.update(gradient, whole)
-        return direction, State(
-            count=new.count, mu=quantize_signed(new.mu), nu=quantize_positive(new.nu)
-        )
+        mu = quantize(new.mu, is_signed=True)
+        return direction, new._replace(mu=mu, nu=quantize(new.nu, is_signed=False))
 
     return optax.GradientTransformation(init, update)
 
@@ -100,36 +83,23 @@ def dequantize(moment: Quantized) -> Float32[Array, "o i"]:
     return numbers * _spread(moment.scales, codes.shape[1])
 
 
-def quantize_signed(numbers: Float[Array, "o i"]) -> Quantized:
-    scales = _block_maxima(numbers)
-    magnitudes = _find_nearest(jnp.abs(numbers), scales, _SIGNED)
-    codes = jnp.where(numbers < 0, -magnitudes, magnitudes).astype(jnp.int8)
-    return Quantized(codes=codes, scales=scales)
-
-
-def quantize_positive(numbers: Float[Array, "o i"]) -> Quantized:
-    scales = _block_maxima(numbers)
-    codes = _find_nearest(numbers, scales, _POSITIVE)
-    codes = jnp.where(numbers > 0, jnp.maximum(codes, 1), codes).astype(jnp.uint8)
-    return Quantized(codes=codes, scales=scales)
-
-
-def _block_maxima(numbers: Float[Array, "o i"]) -> Float32[Array, "o b"]:
+def quantize(numbers: Float[Array, "o i"], *, is_signed: bool) -> Quantized:
+    magnitudes = jnp.abs(numbers)
     rows, columns = numbers.shape
-    padded = jnp.pad(jnp.abs(numbers), [(0, 0), (0, -columns % BLOCK_SIZE)])
-    return padded.reshape(rows, -1, BLOCK_SIZE).max(-1)
+    padded = jnp.pad(magnitudes, [(0, 0), (0, -columns % BLOCK_SIZE)])
+    scales = padded.reshape(rows, -1, BLOCK_SIZE).max(-1)
+    spread = _spread(scales, columns)
+    table = _SIGNED if is_signed else _POSITIVE
+    boundaries = jnp.asarray((table[1:] + table[:-1]) / 2)
+    relative = magnitudes / jnp.where(spread > 0, spread, 1.0)
+    codes = jnp.searchsorted(boundaries, relative, side="left").astype(jnp.int32)
+    if is_signed:
+        codes = jnp.where(numbers < 0, -codes, codes).astype(jnp.int8)
+    else:
+        codes = jnp.where(numbers > 0, jnp.maximum(codes, 1), codes).astype(jnp.uint8)
+    return Quantized(codes=codes, scales=scales)
 
 
 def _spread(scales: Float32[Array, "o b"], columns: int) -> Float32[Array, "o i"]:
     """The scale of each number."""
     return jnp.repeat(scales, BLOCK_SIZE, axis=1)[:, :columns]
-
-
-def _find_nearest(
-    magnitudes: Float[Array, "o i"], scales: Float32[Array, "o b"], table: np.ndarray
-) -> Array:
-    """Indices, int32, of the nearest entries of a table."""
-    spread = _spread(scales, magnitudes.shape[1])
-    relative = magnitudes / jnp.where(spread > 0, spread, 1.0)
-    boundaries = jnp.asarray((table[1:] + table[:-1]) / 2)
-    return jnp.searchsorted(boundaries, relative, side="left").astype(jnp.int32)

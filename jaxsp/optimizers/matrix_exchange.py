@@ -32,9 +32,7 @@ SCOPE = "matrix_exchange"
 
 def group_size(param: Parameter, num_shards: int) -> int:
     """Number of layers that are exchanged at a time, so that each device has one whole matrix.
-
-    A device has several if a layer has more experts than there are shards.
-    """
+    A device has several if a layer has more experts than there are shards."""
     if has_whole_matrices(param, num_shards):
         return 1
     return max(1, num_shards // (param.num_experts or 1))
@@ -64,10 +62,11 @@ def map_matrices(
     dim = sharding.choose_placement(param, num_shards).dim
     with jax.named_scope(SCOPE):
         if dim is None:
-            return function(_flatten(matrices)).reshape(matrices.shape)
+            whole = matrices.reshape(-1, *matrices.shape[-2:])
+            return function(whole).reshape(matrices.shape)
 
         def exchange(layers: Array) -> Array:
-            shards = _flatten(layers)
+            shards = layers.reshape(-1, *layers.shape[-2:])
             if has_whole_matrices(param, num_shards):
                 return function(shards).reshape(layers.shape)
             axis = dim if param.num_experts else dim + 1
@@ -84,7 +83,3 @@ def map_matrices(
         spec = sharding.partition_spec(param, num_shards)
         on_mesh = jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return on_mesh(matrices)
-
-
-def _flatten(layers: Float[Array, "n *e o i"]) -> Float[Array, "m o i"]:
-    return layers.reshape(-1, *layers.shape[-2:])

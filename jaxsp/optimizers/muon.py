@@ -19,12 +19,8 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 near 1."""
 
 _NUM_ITERATIONS = 5
-
-_EPS = 1e-8
-"""Number added to the norm of a matrix."""
-
-_RMS = 0.2
-"""Root mean square of an update's elements, as of AdamW's in practice."""
+_EPS = 1e-8  # number added to the norm of a matrix
+_RMS = 0.2  # root mean square of an update's elements, as of AdamW's in practice
 
 
 class MomentumState(NamedTuple):
@@ -55,9 +51,7 @@ def scale_by_momentum(beta: float) -> optax.GradientTransformation:
 
 def orthogonalize(param: Parameter, matrices: Float[Array, "n o i"]) -> Float[Array, "n o i"]:
     """Updates of whole matrices of a weight, from their momenta, computed in their dtype.
-
-    Zero rows and columns, such as padding, stay zero.
-    """
+    Zero rows and columns, such as padding, stay zero."""
     dtype = matrices.dtype
     is_tall = param.matrix_shape[0] > param.matrix_shape[1]
     x32 = matrices.astype(jnp.float32)

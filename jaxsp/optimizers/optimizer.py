@@ -39,10 +39,7 @@ def build_transform(config: Optimizer, param: Parameter) -> optax.GradientTransf
 
 @functools.lru_cache(maxsize=1024)
 def describe_state(config: Optimizer, param: Parameter) -> Any:
-    """Shapes, without padding, of a weight's optimizer state, all layers together.
-
-    None for a frozen weight.
-    """
+    """Shapes, without padding, of a weight's optimizer state, all layers; None if it is frozen."""
     if not param.is_trainable:
         return None
     return jax.eval_shape(functools.partial(init, config, param))
@@ -68,11 +65,8 @@ def is_layer_matrix(param: Parameter) -> bool:
 def map_weights_and_state(
     table: layers.Weights, function: Callable[..., tuple[Any, Any]], *trees: Any
 ) -> tuple[Any, Any]:
-    """Two trees with the results of a function that returns a weight and its optimizer state.
-
-    Args:
-        function: receives a parameter and its part of each tree.
-    """
+    """Two trees of the weights and optimizer states that a function returns for each parameter and
+    its part of each tree."""
     structure: Any = jax.tree.structure(table)
     parts = map(structure.flatten_up_to, (table, *trees))
     weights, states = zip(*map(function, *parts), strict=True)
@@ -111,91 +105,50 @@ def update(
         if gradient is None:
             return weight, state
         group = param_groups.find_group(config, param)
-        scales = {
-            "learning_rate": learning_rate * group.learning_rate_factor,
-            "grad_scale": grad_scale,
-        }
-        if config.needs_whole_matrices and is_layer_matrix(param):
-            group_size = matrix_exchange.group_size(param, num_shards)
-            update_layers = _make_group_update(config, param, mesh=mesh, dtype=dtype, **scales)
-        else:
-            group_size = None
-            update_layers = _make_update(config, param, **scales)
+        rate = learning_rate * group.learning_rate_factor
+        transform = build_transform(config, param)
+        is_grouped = config.needs_whole_matrices and is_layer_matrix(param)
+
+        def update_layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
+            weight, state, own_gradient = optimizer_state.remove_padding(
+                param, old[0].shape, (*old, gradient)
+            )
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+                direction, new_state = transform.update(own_gradient * grad_scale, state, weight)
+                new = (weight - rate * direction, new_state)
+            return optimizer_state.add_padding(new, old)
+
+        def update_group(old: tuple[Array, Any], gradients: Array) -> tuple[Array, Any]:
+            # the last part needs whole matrices; padding is zero before and after
+            weights, state = old
+            finish = functools.partial(config.finish_matrices, param)
+            decay = param_groups.weight_decay(config, param)
+            with jax.numpy_dtype_promotion("standard"):
+                momenta, new_state = jax.vmap(transform.update)(
+                    gradients * grad_scale, state, weights
+                )
+                directions = matrix_exchange.map_matrices(
+                    param, finish, momenta.astype(dtype), mesh=mesh
+                ).astype(jnp.float32)
+                return weights - rate * (directions + decay * weights), new_state
 
         def update_if_accepted(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
-            new = update_layers(old, gradient)
+            new = (update_group if is_grouped else update_layer)(old, gradient)
             return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
         old = weight, state
-        if _is_updated_at_once(config, param, weight, (gradient, old)):
-            # A loop over layers would copy each layer before it is written
-            return jax.vmap(update_if_accepted)(old, gradient)
+        is_on_host = any(map(host_memory.is_on_host, jax.tree.leaves((gradient, old))))
+        has_padding = weight.shape != param.stacked_shape
+        if config.is_elementwise and param.num_layers is not None:
+            if not is_on_host and not has_padding:
+                # no temporaries; a loop over layers would copy each layer before it is written
+                return jax.vmap(update_if_accepted)(old, gradient)
+        group_size = matrix_exchange.group_size(param, num_shards) if is_grouped else None
         return host_offload.update_each_layer(
             param, update_if_accepted, old, gradient, group_size=group_size
         )
 
     return map_weights_and_state(table, update_param, gradients, state, master)
-
-
-def _is_updated_at_once(config: Optimizer, param: Parameter, weight: Array, arrays: Any) -> bool:
-    """True if all layers of a weight can be updated at once without temporaries."""
-    return (
-        config.is_elementwise
-        and weight.shape == param.stacked_shape  # without padding
-        and param.num_layers is not None
-        and not any(map(host_memory.is_on_host, jax.tree.leaves(arrays)))
-    )
-
-
-UpdateLayers = Callable[[tuple[Array, Any], Array], tuple[Array, Any]]
-"""New weights and state of one layer, or of a group of layers, from old ones and the gradient."""
-
-
-def _make_update(
-    config: Optimizer, param: Parameter, *, learning_rate: Array, grad_scale: Array
-) -> UpdateLayers:
-    """Update of one layer, from what is stored of it."""
-    transform = build_transform(config, param)
-
-    def update_layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
-        weight, state, own_gradient = optimizer_state.remove_padding(
-            param, old[0].shape, (*old, gradient)
-        )
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-            direction, new_state = transform.update(own_gradient * grad_scale, state, weight)
-            new = (weight - learning_rate * direction, new_state)
-        return optimizer_state.add_padding(new, old)
-
-    return update_layer
-
-
-def _make_group_update(
-    config: Optimizer,
-    param: Parameter,
-    *,
-    mesh: Mesh,
-    dtype: jnp.dtype,
-    learning_rate: Array,
-    grad_scale: Array,
-) -> UpdateLayers:
-    """Update of a group of layers whose last part needs whole matrices.
-
-    Padding is zero before and after.
-    """
-    transform = build_transform(config, param)
-    decay = param_groups.weight_decay(config, param)
-    finish = functools.partial(config.finish_matrices, param)
-
-    def update_group(old: tuple[Array, Any], gradients: Array) -> tuple[Array, Any]:
-        weights, state = old
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-            momenta, new_state = jax.vmap(transform.update)(gradients * grad_scale, state, weights)
-            directions = matrix_exchange.map_matrices(
-                param, finish, momenta.astype(dtype), mesh=mesh
-            ).astype(jnp.float32)
-            return weights - learning_rate * (directions + decay * weights), new_state
-
-    return update_group
 
 
 def describe(

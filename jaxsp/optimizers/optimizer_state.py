@@ -6,6 +6,7 @@ averages of rows, are the same on all devices.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,13 +31,16 @@ def _layer_shape(param: Parameter, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape if param.num_layers is None else shape[1:])
 
 
-def describe(param: Parameter, x: jax.ShapeDtypeStruct, mesh: Mesh, *, is_on_host: bool) -> Any:
-    """Shape as stored and sharding of an array of the state, all layers together.
+def _stored_shape(param: Parameter, layer: Sequence[int], num_shards: int) -> tuple[int, ...]:
+    """Shape as stored, all layers together, of an array that is sharded like the weight."""
+    stored = sharding.choose_placement(param, num_shards).stored_shape
+    shape = _replace_sizes(layer, param.shape, stored)
+    return dataclasses.replace(param, shape=shape).stacked_shape
 
-    Args:
-        x: shape without padding.
-        is_on_host: True if the weight is in host memory, and with it arrays of its shape.
-    """
+
+def describe(param: Parameter, x: jax.ShapeDtypeStruct, mesh: Mesh, *, is_on_host: bool) -> Any:
+    """Shape as stored and sharding of an array of the state, from that without padding.
+    Args: is_on_host: True if the weight is in host memory, and with it arrays of its shape."""
     num_shards = device_mesh.num_shards(mesh)
     layer = _layer_shape(param, x.shape)
     if layer == param.shape:  # such as moments
@@ -44,10 +48,7 @@ def describe(param: Parameter, x: jax.ShapeDtypeStruct, mesh: Mesh, *, is_on_hos
         shape = sharding.stored_shape(param, num_shards)
     elif is_sharded(param, layer, num_shards):  # such as scales of 8-bit moments: [rows, blocks]
         placement = sharding.named_sharding(param, mesh)
-        stored = sharding.choose_placement(param, num_shards).stored_shape
-        shape = _replace_sizes(layer, param.shape, stored)
-        if param.num_layers is not None:
-            shape = (param.num_layers, *shape)
+        shape = _stored_shape(param, layer, num_shards)
     else:  # such as counts
         placement = NamedSharding(mesh, PartitionSpec())
         shape = x.shape
@@ -57,11 +58,8 @@ def describe(param: Parameter, x: jax.ShapeDtypeStruct, mesh: Mesh, *, is_on_hos
 def unpadded_shape(
     param: Parameter, stored_weight: Sequence[int], stored: Sequence[int]
 ) -> tuple[int, ...]:
-    """Shape without padding of an array of the state.
-
-    Args: stored_weight, stored: shapes as stored of the weight and of the array, all layers
-        together, or both of one layer.
-    """
+    """Shape without padding of an array of the state. Args: stored_weight, stored: shapes as stored
+    of the weight and of the array, all layers together, or both of one layer."""
     own = (*stored_weight[: len(stored_weight) - len(param.shape)], *param.shape)
     return _replace_sizes(stored, stored_weight, own)
 
@@ -69,10 +67,7 @@ def unpadded_shape(
 def _replace_sizes(
     shape: Sequence[int], before: Sequence[int], after: Sequence[int]
 ) -> tuple[int, ...]:
-    """Replaces the sizes that a shape has in common with `before` by those of `after`.
-
-    Only where these two differ, and only in a shape of the same rank.
-    """
+    """Replaces the sizes that a shape of the same rank has in common with `before`."""
     if len(shape) != len(before):
         return tuple(shape)
     return tuple(
@@ -124,9 +119,7 @@ def held_bytes(param: Parameter, state: Any, num_shards: int) -> StateBytes:
         if layer == param.shape:
             like_weight += sharding.shard_size(param, num_shards) * x.dtype.itemsize
         elif is_sharded(param, layer, num_shards):
-            stored = sharding.choose_placement(param, num_shards).stored_shape
-            own = dataclasses.replace(param, shape=_replace_sizes(layer, param.shape, stored))
-            size = own.size * (param.num_layers or 1) // num_shards
+            size = math.prod(_stored_shape(param, layer, num_shards)) // num_shards
             others += size * x.dtype.itemsize
         else:
             others += x.size * x.dtype.itemsize

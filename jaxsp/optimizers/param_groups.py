@@ -2,7 +2,6 @@
 
 import fnmatch
 import re
-from collections.abc import Iterator
 
 import jax
 
@@ -11,8 +10,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
 from jaxsp.optimizers.registry import Optimizer, ParameterGroup
 
-DEFAULT = ParameterGroup(pattern="*")
-"""Group of the weights that no pattern matches."""
+DEFAULT = ParameterGroup(pattern="*")  # group of the weights that no pattern matches
 
 
 def find_group(config: Optimizer, param: Parameter) -> ParameterGroup:
@@ -39,11 +37,21 @@ def weight_decay(config: Optimizer, param: Parameter) -> float:
 
 def find_problems(config: Optimizer, table: layers.Weights) -> list[str]:
     """Groups that would have no effect, because no weight matches or earlier groups match all.
-
-    A config with weights that all are frozen is a problem too.
-    """
+    A config with weights that all are frozen is a problem too."""
     params = jax.tree.leaves(table)
-    problems = list(_check_patterns(config, params))
+    names = list(dict.fromkeys(param.hf_name for param in params))
+    problems = []
+    for index, group in enumerate(config.groups):
+        setting = f"optimizer.groups.{index}.pattern = {group.pattern}"
+        matched = [param for param in params if _matches(group, param)]
+        if not matched:
+            suggestion = _suggest(group.pattern, names)
+            problems.append(f"{setting}: matches no weight of the model. {suggestion}")
+        elif not any(find_group(config, param) is group for param in matched):
+            problems.append(
+                f"{setting}: has no effect, because earlier groups match all of its weights, and "
+                "the first match counts. Move it up, or leave it out."
+            )
     if params and all(is_frozen(config, param) for param in params):
         problems.append(
             "optimizer.groups: all weights of the model are frozen. Use a pattern that leaves some "
@@ -70,21 +78,6 @@ def describe(config: Optimizer, table: layers.Weights) -> list[str]:
     return lines
 
 
-def _check_patterns(config: Optimizer, params: list[Parameter]) -> Iterator[str]:
-    """Yields a message for each group without weights."""
-    names = list(dict.fromkeys(param.hf_name for param in params))
-    for index, group in enumerate(config.groups):
-        setting = f"optimizer.groups.{index}.pattern = {group.pattern}"
-        matched = [param for param in params if _matches(group, param)]
-        if not matched:
-            yield f"{setting}: matches no weight of the model. {_suggest(group.pattern, names)}"
-        elif not any(find_group(config, param) is group for param in matched):
-            yield (
-                f"{setting}: has no effect, because earlier groups match all of its weights, and "
-                "the first match counts. Move it up, or leave it out."
-            )
-
-
 def _matches(group: ParameterGroup, param: Parameter) -> bool:
     return fnmatch.fnmatchcase(param.hf_name, group.pattern)
 
@@ -92,9 +85,7 @@ def _matches(group: ParameterGroup, param: Parameter) -> bool:
 def _suggest(pattern: str, names: list[str]) -> str:
     """Suggestion of a pattern, from the names of the model's weights."""
     for_all_layers = re.sub(r"(?<=\.)(?:\d+|\[[\d-]+\])(?=\.|$)", "*", pattern)
-    if for_all_layers != pattern and any(
-        fnmatch.fnmatchcase(name, for_all_layers) for name in names
-    ):
+    if for_all_layers != pattern and fnmatch.filter(names, for_all_layers):
         return (
             "A group has a weight in all layers and of all experts; one layer or expert cannot be "
             f"selected. Use {for_all_layers}."

@@ -86,11 +86,8 @@ class Optimizer(ConfigSection, abc.ABC):
     needs_whole_matrices: ClassVar[bool] = False
     """True if `finish_matrices` is the last part of the update of the layers' matrices."""
 
-    _check_steps = pydantic.field_validator("warmup_steps", mode="before")(
-        schedules.refuse_fraction
-    )
-    _check_fraction = pydantic.field_validator("warmup_fraction", mode="before")(
-        schedules.refuse_steps
+    _check_unit = pydantic.field_validator("warmup_steps", "warmup_fraction", mode="before")(
+        schedules.refuse_other_unit
     )
 
     @abc.abstractmethod
@@ -279,5 +276,4 @@ class AdamW8bit(_Adam):
 
 
 OPTIMIZERS = (AdamW, Sgd, Lion, Adafactor, Muon, AdamW8bit)
-
 OPTIMIZER = Choice(selector="name", types=OPTIMIZERS, default="adamw")

@@ -13,30 +13,23 @@ from jaxsp.config.fields import HERE, Choice, ConfigSection, PositiveCount, with
 Rate = Callable[[Any], Any]
 """Learning rate as a function of the number of steps after the warmup, inside jit."""
 
-_MinFraction = Annotated[float, pydantic.Field(ge=0, le=1, examples=[0.1])]
-
 
 def round_up(steps: float) -> int:
     """Rounds up to whole steps: 0.07 * 100 is 7.000000000000001, and 7 steps are meant."""
     return math.ceil(round(steps, 6))
 
 
-def refuse_fraction(value: Any, info: Any) -> Any:
-    """Validates a number of steps. Raises: ValueError for a fraction, with the field for that."""
-    if isinstance(value, float) and 0 < value < 1:
-        name = str(info.field_name).replace("steps", "fraction")
-        raise ValueError(
-            f"must be an integer. For a fraction of all steps, set {HERE}.{name}={value}"
-        )
-    return value
-
-
-def refuse_steps(value: Any, info: Any) -> Any:
-    """Validates a fraction. Raises: ValueError for a number of steps, with the field for that."""
-    if fields.is_count(value) and (value > 1 or info.field_name == "warmup_fraction"):
-        name = str(info.field_name).replace("fraction", "steps")
-        limit = "less than" if info.field_name == "warmup_fraction" else "at most"
-        raise ValueError(f"must be {limit} 1. For a number of steps, set {HERE}.{name}={value}")
+def refuse_other_unit(value: Any, info: Any) -> Any:
+    """Validates a number of steps or a fraction. Raises: ValueError that names the other field."""
+    name = str(info.field_name)
+    if name.endswith("steps") and isinstance(value, float) and 0 < value < 1:
+        other = f"{HERE}.{name.replace('steps', 'fraction')}"
+        raise ValueError(f"must be an integer. For a fraction of all steps, set {other}={value}")
+    is_warmup = name == "warmup_fraction"
+    if name.endswith("fraction") and fields.is_count(value) and (value > 1 or is_warmup):
+        other = f"{HERE}.{name.replace('fraction', 'steps')}"
+        limit = "less than" if is_warmup else "at most"
+        raise ValueError(f"must be {limit} 1. For a number of steps, set {other}={value}")
     return value
 
 
@@ -83,7 +76,7 @@ class InverseSqrt(Schedule):
 
 
 class _Decay(Schedule):
-    min_learning_rate_fraction: _MinFraction = 0.0
+    min_learning_rate_fraction: Annotated[float, pydantic.Field(ge=0, le=1, examples=[0.1])] = 0.0
     """Learning rate at the end of the schedule, as a fraction of the peak."""
 
     def describe(self, num_steps: int, num_warmup_steps: int) -> str:
@@ -134,8 +127,9 @@ class Wsd(_Decay):
     """Shape of the decay, where x is the completed fraction of it. sqrt: 1 - sqrt(x). linear:
     1 - x. cosine: (1 + cos(pi x)) / 2."""
 
-    _check_steps = pydantic.field_validator("decay_steps", mode="before")(refuse_fraction)
-    _check_fraction = pydantic.field_validator("decay_fraction", mode="before")(refuse_steps)
+    _check_unit = pydantic.field_validator("decay_steps", "decay_fraction", mode="before")(
+        refuse_other_unit
+    )
 
     def find_problems(self) -> Iterator[str]:
         if self.decay_steps and self.decay_fraction is not None:
@@ -176,5 +170,4 @@ class Wsd(_Decay):
 
 
 SCHEDULES = (Cosine, Linear, Constant, Wsd, InverseSqrt)
-
 SCHEDULE = Choice(selector="type", types=SCHEDULES, default="cosine", is_name=True)

@@ -22,7 +22,7 @@ from jaxsp.planning.fit import MemoryUse
 from jaxsp.planning.gpus import Gpu
 from jaxsp.planning.hlo import CompilerDump
 from jaxsp.planning.limits import MemoryLimit
-from jaxsp.system import memory_limits
+from jaxsp.system import hardware
 from jaxsp.training import compile_options, train_state, train_step
 from jaxsp.training.specs import StepSpec
 
@@ -60,13 +60,13 @@ class Cluster:
     def memory_limit(self) -> MemoryLimit:
         """Device memory that JAX may use, and a device's part of its node's memory, with one
         process per device."""
-        host_bytes = memory_limits.host_bytes_per_device(
+        host_bytes = hardware.host_bytes_per_device(
             num_processes=self.node_devices,
             num_devices=1,
             total_bytes=self.node_host_gib * units.GIB,
         )
         return MemoryLimit(
-            memory_limits.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,
+            hardware.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,
             host_bytes,
         )
 
@@ -162,12 +162,9 @@ def compile_step(spec: StepSpec) -> PlannedStep:
             | spec.compile_options.options
             | {"xla_dump_to": name, "xla_dump_hlo_as_text": True, "xla_gpu_cuda_data_dir": name}
         )
-        executable = train_step.check_collectives(
-            spec,
-            compile_options.compile_lowered(
-                lowered, dataclasses.replace(spec.compile_options, options=options)
-            ),
-        )
+        chosen = dataclasses.replace(spec.compile_options, options=options)
+        executable = compile_options.compile_lowered(lowered, chosen)
+        train_step.check_collectives(spec, executable)
         ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
         files = [next(folder.glob(f"*jit_step*{end}")) for end in ends]
         dump = CompilerDump(*(file.read_text(encoding="utf-8") for file in files))
@@ -203,10 +200,8 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
 
     def is_param_on_host(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
         on_host = spec.is_on_host(param)
-        is_weight_on_host = jax.tree.map(lambda _: on_host, weight)
-        return is_weight_on_host, jax.tree.map(
-            lambda x: on_host and x.shape == weight.shape, opt_state
-        )
+        is_state_on_host = jax.tree.map(lambda x: on_host and x.shape == weight.shape, opt_state)
+        return jax.tree.map(lambda _: on_host, weight), is_state_on_host
 
     weights, moments = optimizer.map_weights_and_state(
         spec.table, is_param_on_host, state.master, state.opt_state

@@ -16,7 +16,7 @@ from jaxsp.model.remat import RematPolicy, has_saved_products
 from jaxsp.planning import estimate, limits
 from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload
-from jaxsp.system import device_mesh, memory_limits
+from jaxsp.system import device_mesh, hardware
 from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
 
@@ -37,18 +37,25 @@ def list_candidates(spec: StepSpec, *, is_memory_known: bool = True) -> Iterator
     Args:
         is_memory_known: True if the devices' memory is known. If not, tiles have a safe size.
     """
+    requested = spec.config.memory
     for remat in list_remats(spec, is_memory_known=is_memory_known):
+        policy = RematPolicy(remat=remat, offload_activations=requested.offload_activations)
         loss_tiles = spec.loss_tiles if is_memory_known else [spec.loss_tile]
-        kept_mlp_layers: int = 0
+        kept_mlp_layers = 0
         mlp_tiles = spec.mlp_tiles if is_memory_known else [spec.mlp_tile]
-        if RematPolicy(remat=remat).is_mlp_saved:  # activations of tiles cannot be saved
+        if policy.is_mlp_saved:  # activations of tiles cannot be saved
             mlp_tiles = [tile for tile in spec.mlp_tiles if tile == spec.tokens_per_device]
-            requested = spec.config.memory.kept_mlp_layers
-            kept_mlp_layers = spec.model.num_layers if requested == "auto" else requested
+            kept_mlp_layers = spec.model.num_layers
+            if requested.kept_mlp_layers != "auto":
+                kept_mlp_layers = requested.kept_mlp_layers
         elif is_memory_known and _is_number_of_layers_free(spec):
             # The memory of all logits is better used for products of the MLP
             loss_tiles = loss_tiles[1:] or loss_tiles
-        for during_attention in _list_offloads_during_attention(spec, remat):
+        offloads = [requested.offload_during_attention]
+        if offloads == ["auto"]:
+            is_possible = jax.__version_info__ >= host_offload.MIN_RELEASE
+            offloads = ["never", "always"] if policy.can_split_layers and is_possible else ["never"]
+        for during_attention in offloads:
             # With all tokens at once, the MLP needs more memory than attention
             tiles = mlp_tiles if during_attention == "never" else mlp_tiles[1:] or mlp_tiles
             for mlp_tile, loss_tile in itertools.product(tiles, loss_tiles):
@@ -77,16 +84,6 @@ def list_remats(spec: StepSpec, *, is_memory_known: bool = True) -> list[str]:
     if frees_memory or not is_memory_known or keeps_nothing:
         return ["save_attention", "full"]
     return ["save_attention_and_mlp", "save_attention", "full"]
-
-
-def _list_offloads_during_attention(spec: StepSpec, remat: str) -> list[str]:
-    """Values of memory.offload_during_attention in the order in which they are tried."""
-    memory = spec.config.memory
-    if memory.offload_during_attention != "auto":
-        return [memory.offload_during_attention]
-    policy = RematPolicy(remat=remat, offload_activations=memory.offload_activations)
-    is_possible = jax.__version_info__ >= host_offload.MIN_RELEASE
-    return ["never", "always"] if policy.can_split_layers and is_possible else ["never"]
 
 
 def can_keep_more(spec: StepSpec, candidate: StepSpec) -> bool:
@@ -126,7 +123,23 @@ def resolve(
         memory = limits.find_limits(devices)
     make = functools.partial(make_spec, model=model, devices=devices, device_bytes=device_bytes)
     if config.mesh.seq == "auto":
-        possible = _list_possible_degrees(config, make, len(devices), with_training=with_training)
+        possible: dict[int, StepSpec] = {}
+        problems = ProblemCollector()
+        for seq in list_degrees(config, len(devices)):
+            candidate = config.with_one_row_for_auto().change(mesh={"seq": seq})
+            with problems.collect():
+                spec = make(candidate)
+                found = find_division_problems(
+                    candidate,
+                    dict(spec.mesh.shape),
+                    layout=spec.attention.strategy.layout,
+                    with_training=with_training,
+                )
+                if found:
+                    raise UserError(found)
+                possible[seq] = spec
+        if not possible:
+            raise UserError(problems[0].replace(":", " (mesh.seq = auto):", 1))
         config = config.change(mesh={"seq": _choose_degree(possible, memory)})
     if config.rows_per_microbatch == "auto":
         number = _choose_rows(config, make, len(devices), memory)
@@ -138,34 +151,6 @@ def list_degrees(config: StepConfig, num_devices: int) -> list[int]:
     """Numbers of devices that a row can be divided among, the smallest first."""
     per_replica = max(1, num_devices // config.mesh.replica)
     return [seq for seq in range(1, per_replica + 1) if per_replica % seq == 0]
-
-
-def _list_possible_degrees(
-    config: StepConfig,
-    make: Callable[[StepConfig], StepSpec],
-    num_devices: int,
-    *,
-    with_training: bool,
-) -> dict[int, StepSpec]:
-    """Steps by mesh.seq. `batch.rows_per_microbatch: auto` counts as 1."""
-    possible: dict[int, StepSpec] = {}
-    problems = ProblemCollector()
-    for seq in list_degrees(config, num_devices):
-        candidate = config.with_one_row_for_auto().change(mesh={"seq": seq})
-        with problems.collect():
-            spec = make(candidate)
-            found = find_division_problems(
-                candidate,
-                dict(spec.mesh.shape),
-                layout=spec.attention.strategy.layout,
-                with_training=with_training,
-            )
-            if found:
-                raise UserError(found)
-            possible[seq] = spec
-    if not possible:
-        raise UserError(problems[0].replace(":", " (mesh.seq = auto):", 1))
-    return possible
 
 
 def _choose_degree(specs: Mapping[int, StepSpec], memory: MemoryLimit) -> int:
@@ -182,7 +167,7 @@ def _choose_degree(specs: Mapping[int, StepSpec], memory: MemoryLimit) -> int:
         for candidate in list_candidates(spec):
             if _fits(candidate, usable.device, usable.pinned):
                 policy = candidate.remat_policy
-                leaves_node = seq > memory_limits.DEVICES_PER_NODE
+                leaves_node = seq > hardware.DEVICES_PER_NODE
                 rank = remats.index(policy.remat)
                 costs[seq] = (not policy.is_attention_saved, leaves_node, rank, seq)
                 break
@@ -204,47 +189,41 @@ def _choose_rows(
     """The largest number of rows with which a step keeps as much as it can with 1 row.
 
     The formula may predict too much for 1 row, and too little for several: the number is larger
-    than 1 only if it holds in both cases.
+    than 1 only if it holds in both cases. It is 1 if some layers, but not all, may keep the MLP's
+    products, because more rows would recompute more.
     """
-    one_row = config.change(rows_per_microbatch=1)
     if math.isinf(memory.device):
         return 1
+
+    def check_division(number: int) -> None:
+        sizes = device_mesh.resolve_axis_sizes(config.mesh, num_devices)
+        changed = config.change(rows_per_microbatch=number)
+        if problems := find_division_problems(changed, sizes, layout=None):
+            raise UserError(problems)
+
     try:
-        _raise_if_undivided(one_row, num_devices)
-        spec = make(one_row)
-        reference = _find_reference(spec, memory)
+        check_division(1)
+        spec = make(config.change(rows_per_microbatch=1))
+        usable = limits.subtract_reserves(spec, memory).device
+        # The fastest memory options that may fit
+        possible = (
+            candidate
+            for candidate in list_candidates(spec)
+            if estimate.predict_bytes(candidate) <= MAX_PREDICTED_RATIO * usable
+        )
+        reference = next(possible, None)
     except UserError:  # reported later, with all others
         return 1
-    if reference is None:
+    if reference is None or can_keep_more(spec, reference):
         return 1
     for number in range(config.rows_per_step, 1, -1):
         if config.rows_per_step % number:
             continue
         with contextlib.suppress(UserError):  # not all numbers divide the rows of a group
-            _raise_if_undivided(config.change(rows_per_microbatch=number), num_devices)
+            check_division(number)
             if _keeps_as_much(spec.respec(rows_per_microbatch=number), reference, memory):
                 return number
     return 1
-
-
-def _raise_if_undivided(config: StepConfig, num_devices: int) -> None:
-    """Raises: UserError if rows cannot be divided among the devices."""
-    sizes = device_mesh.resolve_axis_sizes(config.mesh, num_devices)
-    if problems := find_division_problems(config, sizes, layout=None):
-        raise UserError(problems)
-
-
-def _find_reference(spec: StepSpec, memory: MemoryLimit) -> StepSpec | None:
-    """A step of 1 row with the fastest memory options that may fit.
-
-    None if more rows would recompute more: if nothing fits, and if some layers, but not all, may
-    keep the MLP's products.
-    """
-    usable = limits.subtract_reserves(spec, memory).device
-    for candidate in list_candidates(spec):
-        if estimate.predict_bytes(candidate) <= MAX_PREDICTED_RATIO * usable:
-            return None if can_keep_more(spec, candidate) else candidate
-    return None
 
 
 def _keeps_as_much(spec: StepSpec, reference: StepSpec, memory: MemoryLimit) -> bool:

@@ -1,6 +1,5 @@
 """Formulas for a step's memory on the device and on the host."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -43,19 +42,18 @@ def find_phases(spec: StepSpec) -> dict[str, int]:
     in_layer = saved + gradients + prefetched
     # Before the loss there are no gradients of this step's first microbatch
     loss_gradients = gradients if spec.num_microbatches > 1 else 0
-    embedding = 0
+    embedding = 2 * _stream_bytes(spec)
     if spec.table["embedding"].is_trainable:
-        embedding = 4 * model.vocab_size * model.hidden_size
+        embedding += 4 * model.vocab_size * model.hidden_size
+    if model.has_embedding_norm:  # its input is kept
+        embedding += _stream_bytes(spec)
     return {
         "the backward pass of an MLP": in_layer
         + max(_feed_forward_bytes(spec, kind) for kind in model.kinds),
         "the backward pass of attention": in_layer
         + max(_mixer_bytes(spec, kind) for kind in model.kinds),
         "the loss": saved + loss_gradients + _loss_bytes(spec),
-        "the gradient of the embedding": gradients
-        + embedding
-        + 2 * _stream_bytes(spec)
-        + _kept_embedding_bytes(spec),
+        "the gradient of the embedding": gradients + embedding,
     }
 
 
@@ -78,9 +76,9 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
     """Arrays that a device holds during most of a step."""
     weights = moments = gradients = 0
     for param in jax.tree.leaves(spec.table):
-        held = _held_bytes(spec, param)
-        weights += held.weight
-        moments += held.state
+        weight, state = _held_bytes(spec, param)
+        weights += weight
+        moments += state
         if not param.is_trainable:
             continue
         size = sharding.shard_size(param, device_mesh.num_shards(spec.mesh))
@@ -89,7 +87,7 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
             gradients += 4 * size
             if is_stacked_on_host and spec.has_offloaded_state:
                 weights += spec.dtype.itemsize * size
-    activations = _kept_embedding_bytes(spec)
+    activations = _stream_bytes(spec) if spec.model.has_embedding_norm else 0
     for segment in spec.model.segments:
         for periods, policy in spec.remat_policy.divide(segment, spec.model.num_layers):
             saved = (_saved_bytes(spec, kind, policy) for kind in segment.period)
@@ -97,35 +95,18 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
     return ResidentBytes(weights, moments, gradients, activations)
 
 
-class _HeldBytes(NamedTuple):
+def _held_bytes(spec: StepSpec, param: Parameter) -> tuple[int, int]:
     """Bytes of a weight and its optimizer state in a device's own memory."""
-
-    weight: int
-    state: int
-
-
-def _held_bytes(spec: StepSpec, param: Parameter) -> _HeldBytes:
     num_shards = device_mesh.num_shards(spec.mesh)
     state = optimizer.state_bytes(spec.config.optimizer, param, num_shards)
     if spec.is_on_host(param):
-        return _HeldBytes(0, state.others)
-    return _HeldBytes(sharding.shard_bytes(param, num_shards), state.total)
+        return 0, state.others
+    return sharding.shard_bytes(param, num_shards), state.total
 
 
 def _stream_bytes(spec: StepSpec) -> int:
     """Bytes of a layer's input."""
     return spec.tokens_per_device * spec.model.hidden_size * spec.dtype.itemsize
-
-
-def _kept_embedding_bytes(spec: StepSpec) -> int:
-    """Bytes of the tokens' embeddings, which are kept if they are the input of a norm."""
-    return _stream_bytes(spec) if spec.model.has_embedding_norm else 0
-
-
-def list_kept_mlp_bytes(spec: StepSpec) -> list[int]:
-    """Bytes of the MLP's products that are kept with `kept_mlp_layers` of 0, 1, ... up to all."""
-    per_element = spec.tokens_per_device * spec.dtype.itemsize
-    return [per_element * width for width in kept_mlp_widths(spec.model)]
 
 
 def kept_mlp_widths(model: ModelConfig) -> list[int]:
@@ -148,20 +129,17 @@ def kept_mlp_widths(model: ModelConfig) -> list[int]:
 def _saved_bytes(spec: StepSpec, kind: LayerKind, policy: RematPolicy) -> int:
     """Bytes of a layer's activations that are saved on the device for the backward pass."""
     model = spec.model
-    itemsize = spec.dtype.itemsize
     mixer = registry.MIXERS[kind.mixer]
-    width = 0
+    width = 0 if policy.is_input_offloaded else model.hidden_size
     # Activations of tiles are not saved
     has_tiles = spec.mlp_tile < spec.tokens_per_device
     if (policy.is_mlp_saved or policy.are_products_saved) and not has_tiles:
         width += registry.FEED_FORWARDS[kind.feed_forward].cost(model).saved_width
     if policy.are_products_saved:
         width += mixer.product_width(model, spec.workload)
-    if not policy.is_input_offloaded:
-        width += model.hidden_size
-    per_token = itemsize * width
+    per_token = spec.dtype.itemsize * width
     if policy.is_attention_saved and not policy.is_attention_offloaded:
-        per_token += mixer.output_bytes(model, itemsize)
+        per_token += mixer.output_bytes(model, spec.dtype.itemsize)
     return spec.tokens_per_device * per_token
 
 
@@ -175,8 +153,13 @@ def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
     tokens = spec.tokens_per_device
     tile = min(spec.mlp_tile, tokens)
     stream = _stream_bytes(spec)
+
+    def count_elements(params: layers.Weights) -> int:
+        matrices = (p for p in jax.tree.leaves(params) if p.is_matrix and not p.is_adapter)
+        return sum(param.size for param in matrices)
+
     params = decoder.split_kinds(model, spec.table["layers"])[kind]["post_attention"]
-    weights = _matrix_elements(params)
+    weights = count_elements(params)
     cost = registry.FEED_FORWARDS[kind.feed_forward].cost(model)
     live = tile * cost.backward_width + cost.fixed_elements
     # Statistics are float32, and have gradients
@@ -186,14 +169,8 @@ def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
     if tile < tokens:
         activations = live + 2 * stream + 5 * tile * model.hidden_size * itemsize
         return activations + (itemsize + 4 * has_gradients) * weights + own_sums
-    gradients = 5 * _matrix_elements(params["mlp"]) // 3 * has_gradients
+    gradients = 5 * count_elements(params["mlp"]) // 3 * has_gradients
     return live + 6 * stream + itemsize * weights + max(gradients, own_sums)
-
-
-def _matrix_elements(params: layers.Weights) -> int:
-    """Elements of the matrices of a layer, without adapters."""
-    matrices = (p for p in jax.tree.leaves(params) if p.is_matrix and not p.is_adapter)
-    return sum(param.size for param in matrices)
 
 
 def _mixer_bytes(spec: StepSpec, kind: LayerKind) -> int:
@@ -210,16 +187,12 @@ def _loss_bytes(spec: StepSpec) -> int:
     model = spec.model
     tokens = spec.tokens_per_device
     tile = min(spec.loss_tile, tokens)
-    head = spec.dtype.itemsize * model.num_logits * model.hidden_size
-    head_gradient = 0
-    if decoder.lm_head(spec.table).is_trainable:
-        head_gradient = 4 * model.num_logits * model.hidden_size
-    logits = 6 * tile * model.num_logits
-    if tile < tokens:
-        logits += head_gradient
-    else:
-        logits = max(logits, 2 * tile * model.num_logits + head_gradient)
-    return head + logits + 2 * _stream_bytes(spec)
+    head = model.num_logits * model.hidden_size
+    head_gradient = 4 * head if decoder.lm_head(spec.table).is_trainable else 0
+    logits = 6 * tile * model.num_logits + head_gradient
+    if tile == tokens:
+        logits = max(6 * tile * model.num_logits, 2 * tile * model.num_logits + head_gradient)
+    return spec.dtype.itemsize * head + logits + 2 * _stream_bytes(spec)
 
 
 # Host memory
@@ -260,7 +233,6 @@ class OffloadedBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of all arrays."""
         return sum(self)
 
 
@@ -270,8 +242,10 @@ def offloaded_bytes(model: ModelConfig, config: StepConfig, *, num_shards: int) 
     Args: num_shards: number of devices that weights are sharded over.
     """
     weights = moments = gradients = frozen = 0
-    if (level := config.memory.offload_optimizer) != "none":
-        for param in _list_offloaded(model, config):
+    memory = config.memory
+    if memory.offload_optimizer != "none":
+        table = trainable.build_table(model, config)
+        for param in filter(host_offload.should_offload, jax.tree.leaves(table)):
             num_bytes = sharding.shard_bytes(param, num_shards)
             if param.is_trainable:
                 weights += num_bytes
@@ -280,45 +254,35 @@ def offloaded_bytes(model: ModelConfig, config: StepConfig, *, num_shards: int) 
                 gradients += num_bytes if host_offload.should_offload_gradient(param) else 0
             else:
                 frozen += num_bytes
-    if level != "state_and_gradients":
+    if memory.offload_optimizer != "state_and_gradients":
         gradients = frozen = 0
     num_groups = config.mesh.replica * max(1, num_shards // config.mesh.degree)
     if config.rows_per_step > config.microbatch_rows * num_groups:
         gradients *= 2  # the gradients of a microbatch, and their sums
-    return OffloadedBytes(
-        activations=_offloaded_activation_bytes(model, config),
-        weights=weights,
-        moments=moments,
-        gradients=gradients,
-        frozen=frozen,
-    )
-
-
-def _list_offloaded(model: ModelConfig, config: StepConfig) -> Iterator[Parameter]:
-    """Weights that are large enough to be offloaded."""
-    table = trainable.build_table(model, config)
-    return filter(host_offload.should_offload, jax.tree.leaves(table))
-
-
-def _offloaded_activation_bytes(model: ModelConfig, config: StepConfig) -> int:
-    memory = config.memory
     policy = RematPolicy(
         offload_activations=memory.offload_activations,
         offload_every=memory.offload_every,
         offloads_during_attention=memory.offload_during_attention == "always",
     ).with_whole_periods(model)
-    if not policy.is_input_offloaded:
-        return 0
+    per_token = 0
     itemsize = np.dtype(config.compute_dtype).itemsize
-    num_inputs = policy.num_offloaded_inputs(model.num_layers)
-    if not policy.has_own_backward_pass:
-        num_inputs += model.inner_loop  # its arrays are copied into those of all periods
-    per_token = num_inputs * model.hidden_size * itemsize
+    if policy.is_input_offloaded:
+        num_inputs = policy.num_offloaded_inputs(model.num_layers)
+        if not policy.has_own_backward_pass:
+            num_inputs += model.inner_loop  # its arrays are copied into those of all periods
+        per_token = num_inputs * model.hidden_size * itemsize
     if policy.is_attention_offloaded:
         per_token += sum(
             registry.MIXERS[layer.mixer].output_bytes(model, itemsize) for layer in model.layers
         )
-    return config.row_tokens * config.microbatch_rows // config.mesh.degree * per_token
+    tokens_per_device = config.row_tokens * config.microbatch_rows // config.mesh.degree
+    return OffloadedBytes(
+        activations=tokens_per_device * per_token,
+        weights=weights,
+        moments=moments,
+        gradients=gradients,
+        frozen=frozen,
+    )
 
 
 def step_offloaded_bytes(spec: StepSpec) -> OffloadedBytes:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.attention.choice import AttentionChoice
+from jaxsp.attention.selection import AttentionChoice
 from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
 from jaxsp.planning import candidates, estimate, limits, memory_problems
@@ -54,7 +54,6 @@ class MemoryUse(NamedTuple):
 
     @property
     def device_total(self) -> int:
-        """Memory of the device, counted or not."""
         return self.device + self.uncounted_workspace
 
 
@@ -88,10 +87,23 @@ def fit(
             choose the same candidate.
     """
     is_known = math.isfinite(limit.device)
-    *others, last = candidates.list_candidates(spec, is_memory_known=is_known)
     scale = 1.0
     too_large = math.inf
     reason = ""
+
+    def compile_candidate(candidate: StepSpec) -> CompiledStep:
+        executable = compile_step(candidate)
+        memory_use = measure(executable)
+        return CompiledStep(
+            spec=candidate,
+            executable=executable,
+            memory_use=memory_use,
+            memory_limit=limit,
+            shortage=describe_shortage(memory_use, limit),
+            full_remat_reason="" if candidate.remat_policy.is_attention_saved else reason,
+        )
+
+    *others, last = candidates.list_candidates(spec, is_memory_known=is_known)
     for candidate in (*others, last):
         formula = estimate.predict_bytes(candidate)
         predicted = scale * formula
@@ -104,38 +116,21 @@ def fit(
                     size = units.format_bytes(predicted)
                     reason = f"keeping attention's output needs about {size} on each device"
                 continue
-        executable = compile_step(candidate)
-        memory_use = measure(executable)
-        step = CompiledStep(
-            spec=candidate,
-            executable=executable,
-            memory_use=memory_use,
-            memory_limit=limit,
-            shortage=describe_shortage(memory_use, limit),
-            full_remat_reason="" if saves_attention else reason,
-        )
+        step = compile_candidate(candidate)
         # All candidates offload the same arrays: no other one helps if host memory is short
-        if memory_use.device_total <= limit.device:
+        if step.memory_use.device_total <= limit.device:
             break
         if saves_attention:
             reason = f"keeping attention's output needs {step.shortage}"
-        scale *= max(1.0, memory_use.device_total / predicted)
+        scale *= max(1.0, step.memory_use.device_total / predicted)
         too_large = formula
-    if is_known and candidates.can_keep_more(spec, step.spec):
-        return _keep_mlp_layers(step, compile_step=compile_step, measure=measure)
-    return step
+    if not (is_known and candidates.can_keep_more(spec, step.spec)):
+        return step
 
-
-def _keep_mlp_layers(
-    step: CompiledStep,
-    *,
-    compile_step: Callable[[StepSpec], Any],
-    measure: Callable[[Any], MemoryUse],
-) -> CompiledStep:
-    """The step with the MLP's products kept in as many layers as fit, or almost as many."""
-    limit = step.memory_limit.device
-    target = int((1 - KEPT_MARGIN) * limit)
-    totals = estimate.list_kept_mlp_bytes(step.spec)
+    # Keep the MLP's products in as many layers as fit, or almost as many
+    per_element = spec.tokens_per_device * spec.dtype.itemsize
+    totals = [per_element * width for width in estimate.kept_mlp_widths(spec.model)]
+    target = int((1 - KEPT_MARGIN) * limit.device)
     room = target - step.memory_use.device_total
     for _ in range(MAX_KEPT_TRIES):
         kept = step.spec.config.memory.kept_mlp_layers
@@ -144,18 +139,13 @@ def _keep_mlp_layers(
         number = totals.index(totals[fitting])
         if number - kept < max(1, MIN_MORE_KEPT * len(totals)):
             break
-        spec = step.spec.respec(
-            memory={"remat": "save_attention_and_mlp", "kept_mlp_layers": number}
-        )
-        executable = compile_step(spec)
-        memory_use = measure(executable)
-        if memory_use.device_total <= limit:
-            step = dataclasses.replace(
-                step, spec=spec, executable=executable, memory_use=memory_use
-            )
-            room = target - memory_use.device_total
+        memory = {"remat": "save_attention_and_mlp", "kept_mlp_layers": number}
+        larger = compile_candidate(step.spec.respec(memory=memory))
+        if larger.memory_use.device_total <= limit.device:
+            step = larger
+            room = target - step.memory_use.device_total
         else:
-            room -= memory_use.device_total - target
+            room -= larger.memory_use.device_total - target
     return step
 
 
@@ -168,10 +158,9 @@ def read_memory_use(executable: jax.stages.Compiled, choice: AttentionChoice) ->
     analysis = executable.memory_analysis()
 
     def total(prefix: str) -> int:
-        def size(kind: str) -> int:
-            return getattr(analysis, f"{prefix}{kind}_size_in_bytes")
-
-        return size("argument") + size("output") - size("alias") + size("temp")
+        kinds = ("argument", "output", "temp", "alias")
+        *sizes, alias = (getattr(analysis, f"{prefix}{kind}_size_in_bytes") for kind in kinds)
+        return sum(sizes) - alias
 
     workspace = None
     workspace_bytes = choice.settings.workspace_bytes
@@ -184,18 +173,6 @@ def read_memory_use(executable: jax.stages.Compiled, choice: AttentionChoice) ->
         workspace=workspace or 0,
         estimated_workspace=workspace_bytes,
     )
-
-
-def max_over_processes(memory_use: MemoryUse) -> MemoryUse:
-    """Maximum over all processes.
-
-    Each process compiles for its own devices, and all must choose the same options.
-    """
-    # JAX has no 64-bit integers by default
-    parts = np.array([divmod(num_bytes, units.MIB) for num_bytes in memory_use], np.int32)
-    gathered = multihost_utils.process_allgather(parts).astype(np.int64)
-    sizes = gathered.reshape(-1, len(memory_use), 2) @ [units.MIB, 1]
-    return MemoryUse(*map(int, sizes.max(0)))
 
 
 def describe_shortage(memory_use: MemoryUse, limit: MemoryLimit) -> str:
@@ -234,14 +211,19 @@ def compile_fitting_step(
         on_candidate(candidate)
         return train_step.compile(candidate)
 
+    def measure(executable: jax.stages.Compiled) -> MemoryUse:
+        """Maximum over all processes: each compiles for its own devices, and all must choose the
+        same options."""
+        use = read_memory_use(executable, spec.attention)
+        # JAX has no 64-bit integers by default
+        parts = np.array([divmod(num_bytes, units.MIB) for num_bytes in use], np.int32)
+        gathered = multihost_utils.process_allgather(parts).astype(np.int64)
+        sizes = gathered.reshape(-1, len(use), 2) @ [units.MIB, 1]
+        return MemoryUse(*map(int, sizes.max(0)))
+
     memory = limits.find_limits(spec.mesh.devices.flat)
     usable = limits.subtract_reserves(spec, memory)
-    step = fit(
-        spec,
-        limit=usable,
-        compile_step=compile_candidate,
-        measure=lambda run: max_over_processes(read_memory_use(run, spec.attention)),
-    )
+    step = fit(spec, limit=usable, compile_step=compile_candidate, measure=measure)
     check_offloads(step.spec, step.memory_use)
     # Refuse only what exceeds the real limits: reserves and estimates may be too large
     is_device_short = step.memory_use.device > memory.device

@@ -10,7 +10,8 @@ from jaxsp.system import hardware
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Peak rates of a device, for a roofline: the data sheet and what others measured.
+    """Peak rates of a device, for a roofline: the data sheet and what others measured. gpus.yaml
+    has the sources.
 
     GB are 10^9 bytes. A link's rate is that of one device, in one direction, while the other
     direction carries as much.
@@ -37,8 +38,6 @@ class Ceilings:
     """Latency of a hop of NCCL's rings inside a node, in microseconds."""
     network_hop_us: float
     """Latency of a hop between nodes."""
-    sources: Mapping[str, str]
-    """Source of each figure, by the name of its field."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,29 +102,25 @@ ASSUMED: Mapping[str, Mapping[str, tuple[float, str]]] = _TABLE["assumed"]
 """Rates and sizes that were never measured, and the reasons for them, by GPU."""
 
 
-def _find_rates(name: str) -> dict[str, tuple[float, str]]:
-    """Rates of a GPU with their sources; assumed ones replace those of its base."""
-    rates = dict(_TABLE["rates"][name])
+def _find_rates(name: str) -> dict[str, float]:
+    """Rates of a GPU by field; assumed ones replace those of its base."""
+    rates = _TABLE["rates"][name] | ASSUMED.get(name, {})
     base = rates.pop("base", None)
-    assumed = {
-        field: (rate, f"assumed: {reason}")
-        for field, (rate, reason) in ASSUMED.get(name, {}).items()
-    }
-    return (_find_rates(base) if base else {}) | rates | assumed
+    own = {field: float(rate) for field, (rate, _) in rates.items()}
+    return (_find_rates(base) if base else {}) | own
 
 
-def _make_gpu(name: str) -> Gpu:
-    rates = _find_rates(name)
-    ceilings = Ceilings(
-        peak_tflops=hardware.PEAK_TFLOPS[name.partition("-")[0].upper()],
-        **{field: float(rate) for field, (rate, _) in rates.items()},
-        sources={"peak_tflops": "NVIDIA's data sheet, SXM, without sparsity"}
-        | {field: source for field, (_, source) in rates.items()},
+GPUS = {
+    name: Gpu(
+        ceilings=Ceilings(
+            # NVIDIA's data sheet, SXM, without sparsity
+            peak_tflops=hardware.PEAK_TFLOPS[name.partition("-")[0].upper()],
+            **_find_rates(name),
+        ),
+        **fields,
     )
-    return Gpu(ceilings=ceilings, **_TABLE["gpus"][name])
-
-
-GPUS = {name: _make_gpu(name) for name in _TABLE["gpus"]}
+    for name, fields in _TABLE["gpus"].items()
+}
 """GPUs by the name of --device."""
 
 

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,19 +34,15 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "coll
 _UNSUPPORTED = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
 """Operations that jaxsp does not use; parsing one raises an error."""
 
-_BITS_BY_DTYPE = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
-
 _HOST_LAYOUT = ":S(5)"
 """Part of the layout of an array in host memory."""
 
 _HOST_COLOR = "5"
 """XLA's number for host memory that a GPU can access."""
 
-_CUBLAS = re.compile(r"__cublas\$")
-_MOSAIC = re.compile(r'target="mosaic_gpu')
-_FLOAT8 = re.compile(r"matmul\$f8")
-
-_EFFICIENCIES = gpus.ASSUMED["all"]
+_CUBLAS = "__cublas$"
+_MOSAIC = 'target="mosaic_gpu'
+_FLOAT8 = "matmul$f8"
 
 _FREE_OPCODES = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
@@ -88,7 +84,7 @@ class Instruction:
 
     @property
     def operation(self) -> str:
-        """Opcode without the suffix of an asynchronous one."""
+        """Opcode without `-start` or `-done`."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property
@@ -105,7 +101,6 @@ class Instruction:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of the result."""
         return sum(_dtype_bits(dtype) * math.prod(dims) / 8 for dtype, dims in self.arrays)
 
     @functools.cached_property
@@ -134,12 +129,12 @@ class Instruction:
         is_call = self.opcode in ("call", "async-start", "conditional")
         return self.called_computations if is_call else []
 
-    def calls(self, target: re.Pattern[str]) -> bool:
-        """True for a custom call whose attributes match."""
-        return self.opcode == "custom-call" and target.search(self.attributes) is not None
+    def calls(self, target: str) -> bool:
+        """True for a custom call whose attributes contain this text."""
+        return self.opcode == "custom-call" and target in self.attributes
 
     def find_computation(self, name: str) -> str:
-        """Returns the computation of an attribute such as `body`."""
+        """Name of the computation of an attribute such as `body`."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         assert match is not None, f"{self.name} has no {name}"
         return match[1]
@@ -163,6 +158,30 @@ class Program:
     def last(self, computation: str) -> Instruction:
         """The instruction whose result is that of a computation."""
         return next(reversed(self.computations[computation].values()))
+
+    @functools.cached_property
+    def async_pairs(self) -> dict[str, tuple[int, int]]:
+        """Lines of the start and the end of each asynchronous computation, by its name.
+
+        jax 0.12 wraps collectives and host copies in such computations. If several pairs run one,
+        the closest pair counts.
+        """
+        pairs: dict[str, tuple[int, int]] = {}
+        for lines in self.computations.values():
+            starts: dict[str, Instruction] = {}
+            for line in lines.values():
+                start = starts.get(line.operand_names[-1]) if line.operand_names else None
+                if line.opcode == "async-start":
+                    starts[line.name] = line
+                elif line.opcode == "async-update" and start:
+                    starts[line.name] = start
+                elif line.opcode == "async-done" and start:
+                    (name,) = start.called_computations
+                    pair = start.line_number, line.line_number
+                    pairs[name] = min(
+                        pair, pairs.get(name, pair), key=lambda ends: ends[1] - ends[0]
+                    )
+        return pairs
 
 
 @functools.lru_cache(maxsize=2)
@@ -207,34 +226,24 @@ def parse(text: str) -> Program:
 def _expand_tuple_elements(operands: str, lines: dict[str, Instruction]) -> None:
     """Adds the get-tuple-elements that operands abbreviate as `%tuple#index`, as of jax 0.11."""
     for name, index in sorted(set(re.findall(r"%([^\s,()#]+)#(\d+)", operands))):
-        lines.setdefault(
-            f"{name}#{index}",
-            Instruction(
-                line_number=-1,
-                computation=lines[name].computation,
-                name=f"{name}#{index}",
-                shape=_split_tuple_shape(lines[name].shape)[int(index)],
-                opcode="get-tuple-element",
-                operands=f"%{name}",
-                attributes=f", index={index}",
-            ),
+        shapes = [""]  # of the tuple's elements, which may be tuples
+        depth = 0
+        for letter in re.sub(r"/\*.*?\*/", "", lines[name].shape[1:-1]):
+            depth += (letter in "([{") - (letter in ")]}")
+            if letter == "," and depth == 0:
+                shapes.append("")
+            else:
+                shapes[-1] += letter
+        element = dataclasses.replace(
+            lines[name],
+            line_number=-1,
+            name=f"{name}#{index}",
+            shape=shapes[int(index)].strip(),
+            opcode="get-tuple-element",
+            operands=f"%{name}",
+            attributes=f", index={index}",
         )
-
-
-def _split_tuple_shape(shape: str) -> list[str]:
-    """Shapes of a tuple's elements.
-
-    Example: `(s32[], (f32[8]{0}, u32[]))` has `s32[]` and `(f32[8]{0}, u32[])`.
-    """
-    elements = [""]
-    depth = 0
-    for letter in re.sub(r"/\*.*?\*/", "", shape[1:-1]):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            elements.append("")
-        else:
-            elements[-1] += letter
-    return [element.strip() for element in elements]
+        lines.setdefault(element.name, element)
 
 
 def _find_closing_paren(line: str, begin: int) -> int:
@@ -248,9 +257,7 @@ def _find_closing_paren(line: str, begin: int) -> int:
 
 
 def _dtype_bits(dtype: str) -> int:
-    if dtype in _BITS_BY_DTYPE:
-        return _BITS_BY_DTYPE[dtype]
-    match = re.fullmatch(r"[suf](8|16|32|64)|f8e\w+()", dtype)
+    match = re.fullmatch(r"pred|(?:bf|[sufc])(8|16|32|64|128)(?:e\w+)?", dtype)
     if match is None:
         raise ValueError(f"an array of the program has the unknown dtype {dtype}")
     return int(match[1] or 8)
@@ -291,9 +298,7 @@ def count_runs(
 
     A layer's attention of a kind counts for the layers of this kind: see `find_kind_fractions`.
 
-    Args:
-        is_counted: selects the instructions.
-        include_branches: counts instructions of other branches as if each branch were taken.
+    Args: include_branches: counts instructions of other branches as if each branch were taken.
     Raises: ValueError for a loop around an instruction whose trip count is unknown; and, unless
         `include_branches`, for an instruction in another branch.
     """
@@ -308,7 +313,6 @@ def count_runs(
         )
 
     def walk(name: str, times: int) -> None:
-        """Counts the instructions of a computation that runs `times` times."""
         for line in program.computations[name].values():
             if is_counted(line):
                 runs[line] += times
@@ -362,9 +366,10 @@ def _find_operand_constant(line: Instruction, opcode: str, program: Program) -> 
         return None
     lines = program.computations[line.computation]
     constants = [_find_constant(name, lines) for name in line.operand_names]
+    if opcode == "compare":  # less than: the constant is on the right
+        return constants[1] if constants[0] is None else None
     known = [value for value in constants if value is not None]
-    # less than: the constant is on the right
-    return known[0] if len(known) == 1 and (opcode == "add" or constants[1] is not None) else None
+    return known[0] if len(known) == 1 else None
 
 
 def _find_constant(name: str, lines: Mapping[str, Instruction]) -> int | None:
@@ -374,28 +379,6 @@ def _find_constant(name: str, lines: Mapping[str, Instruction]) -> int | None:
         line = lines[line.operand_names[0]]
     is_integer = line.opcode == "constant" and re.fullmatch(r"-?\d+", line.operands)
     return int(line.operands) if is_integer else None
-
-
-def _find_async_pairs(program: Program) -> dict[str, tuple[int, int]]:
-    """Finds the lines of the start and the end of each asynchronous computation, by its name.
-
-    jax 0.12 wraps collectives and host copies in such computations. If several pairs run one, the
-    closest pair counts.
-    """
-    pairs: dict[str, tuple[int, int]] = {}
-    for lines in program.computations.values():
-        starts: dict[str, Instruction] = {}
-        for line in lines.values():
-            start = starts.get(line.operand_names[-1]) if line.operand_names else None
-            if line.opcode == "async-start":
-                starts[line.name] = line
-            elif line.opcode == "async-update" and start:
-                starts[line.name] = start
-            elif line.opcode == "async-done" and start:
-                (name,) = start.called_computations
-                pair = start.line_number, line.line_number
-                pairs[name] = min(pair, pairs.get(name, pair), key=lambda ends: ends[1] - ends[0])
-    return pairs
 
 
 # Collectives
@@ -422,11 +405,6 @@ class Collective:
     end_line: int
     """Line number of the instruction that waits for it. Instructions in between overlap it."""
 
-    @property
-    def device_ids(self) -> tuple[int, ...]:
-        """Devices of the first group."""
-        return self.groups[0]
-
     def find_load(self, node_devices: int) -> Load:
         """Finds its load on the links and network cards of nodes of this size."""
         return nodes.find_load(
@@ -446,16 +424,30 @@ def parse_collectives(text: str) -> list[Collective]:
     Raises: ValueError for a collective, or a loop around one, in an unknown form.
     """
     program = parse(text)
-    async_pairs = _find_async_pairs(program)
     starts: dict[Instruction, Instruction] = {}
     """Instruction that starts each collective, by the one that waits for it."""
-    pairs: dict[Instruction, tuple[int, int]] = {}
-    for name, lines in program.computations.items():
-        for start, line in _pair_collectives(lines):
-            starts[line] = start
-            pairs[line] = async_pairs.get(name, (start.line_number, line.line_number))
+    for lines in program.computations.values():
+        waiting: dict[str, Instruction] = {}
+        for line in lines.values():
+            if line.operation in _UNSUPPORTED:
+                raise ValueError(f"{line.name}: {line.opcode} is not supported")
+            if line.operation not in COLLECTIVES:
+                continue
+            if line.opcode.endswith("-start"):
+                waiting[line.name] = line
+                continue
+            starts[line] = line
+            if line.opcode.endswith("-done"):
+                name = line.operand_names[-1]
+                if name not in waiting:
+                    raise ValueError(
+                        f"{line.name} ends {name}, which does not begin in the same computation"
+                    )
+                starts[line] = waiting.pop(name)
+        for name in waiting:
+            raise ValueError(f"{name} does not end in the same computation")
     return [
-        _read_collective(starts[line], line, pairs[line], num_runs, program.num_devices)
+        _read_collective(program, starts[line], line, num_runs)
         for line, num_runs in count_runs(program, starts.__contains__)
     ]
 
@@ -480,38 +472,8 @@ def find_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]
     return names
 
 
-def _pair_collectives(
-    lines: Mapping[str, Instruction],
-) -> Iterator[tuple[Instruction, Instruction]]:
-    """Yields the instructions that start each collective of a computation and wait for it."""
-    waiting: dict[str, Instruction] = {}
-    for line in lines.values():
-        if line.operation in _UNSUPPORTED:
-            raise ValueError(f"{line.name}: {line.opcode} is not supported")
-        if line.operation not in COLLECTIVES:
-            continue
-        if line.opcode.endswith("-start"):
-            waiting[line.name] = line
-        elif line.opcode.endswith("-done"):
-            start = waiting.pop(line.operand_names[-1], None)
-            if start is None:
-                raise ValueError(
-                    f"{line.name} ends {line.operand_names[-1]}, which does not begin in the same "
-                    "computation"
-                )
-            yield start, line
-        else:
-            yield line, line
-    for name in waiting:
-        raise ValueError(f"{name} does not end in the same computation")
-
-
 def _read_collective(
-    start: Instruction,
-    done: Instruction,
-    ends: tuple[int, int],
-    num_runs: int,
-    num_devices: int,
+    program: Program, start: Instruction, done: Instruction, num_runs: int
 ) -> Collective:
     is_ring = True
     operation = done.operation
@@ -521,7 +483,11 @@ def _read_collective(
             raise ValueError(f"{start.name} has no source_target_pairs")
         groups, is_ring = _find_chains(pairs[1])
     else:
-        groups = _find_groups(start, num_devices)
+        _, _, written = start.attributes.partition("replica_groups=")
+        found = _parse_groups(written, program.num_devices)
+        if found is None:
+            raise ValueError(f"{start.name} has replica groups in an unknown form: {written[:80]}")
+        groups = found
     n = len(groups[0])
     # The result of a reduce-scatter is one of n parts of the input
     sent = {nodes.PERMUTE: 1.0, "reduce-scatter": n - 1, nodes.ALL_REDUCE: 2 * (n - 1) / n}
@@ -530,6 +496,7 @@ def _read_collective(
         sizes[dtype] += _dtype_bits(dtype) * math.prod(dims) // 8
     if not sizes:
         raise ValueError(f"{start.name} has an unknown shape: {done.shape}")
+    begin, end = program.async_pairs.get(start.computation, (start.line_number, done.line_number))
     return Collective(
         operation=operation,
         op_name=start.op_name,
@@ -539,8 +506,8 @@ def _read_collective(
             dtype: size * sent.get(operation, (n - 1) / n) for dtype, size in sizes.items()
         },
         num_runs=num_runs,
-        begin_line=ends[0],
-        end_line=ends[1],
+        begin_line=begin,
+        end_line=end,
     )
 
 
@@ -563,17 +530,6 @@ def _find_chains(pairs: str) -> tuple[Groups, bool]:
     return tuple(chains), is_ring
 
 
-def _find_groups(line: Instruction, num_devices: int) -> Groups:
-    """Groups of devices of a collective; all devices if none are given."""
-    _, _, written = line.attributes.partition("replica_groups=")
-    if not written or written.startswith("{}"):
-        return (tuple(range(num_devices)),)
-    groups = _parse_groups(written)
-    if groups is None:
-        raise ValueError(f"{line.name} has replica groups in an unknown form: {written[:80]}")
-    return groups
-
-
 _NAMED_AXES = re.compile(
     r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(([^{]*)\))? \{((?:'\w+',?)+)\}"
 )
@@ -581,8 +537,11 @@ _NAMED_AXES = re.compile(
 
 
 @functools.lru_cache(maxsize=256)
-def _parse_groups(written: str) -> Groups | None:
-    """Parses groups of devices in any of XLA's notations; None if they are in an unknown form."""
+def _parse_groups(written: str, num_devices: int) -> Groups | None:
+    """Parses groups of devices in any of XLA's notations, all devices if none are given; None if
+    they are in an unknown form."""
+    if not written or written.startswith("{}"):
+        return (tuple(range(num_devices)),)
     if (lists := re.match(r"\{(?:\{[\d,]+\},?)+", written)) is not None:
         listed = re.findall(r"\{([\d,]+)\}", lists[0])
         return tuple(tuple(map(int, group.split(","))) for group in listed)
@@ -644,56 +603,47 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
     Raises: ValueError for a loop around a kernel with an unknown trip count.
     """
     program = parse(text)
-    async_pairs = _find_async_pairs(program)
 
     def is_kernel(line: Instruction) -> bool:
         if line.opcode == "custom-call":
             return line.calls(_CUBLAS) or line.calls(_MOSAIC)
         return line.opcode not in _FREE_OPCODES and line.operation not in COLLECTIVES
 
-    return [
-        _read_cost(program, line, num_runs, async_pairs)
-        for line, num_runs in count_runs(program, is_kernel, include_branches=True)
-    ]
-
-
-def _read_cost(
-    program: Program,
-    line: Instruction,
-    num_runs: int,
-    async_pairs: Mapping[str, tuple[int, int]],
-) -> KernelCost:
-    lines = program.computations[line.computation]
-    start = lines[line.operand_names[-1]] if line.opcode.endswith("-done") else line
-    reads = [
-        (array, _read_bytes(program, start, start.operand_names.index(array.name), array))
-        for array in program.operands(start)
-    ]
-    writes = list(_written_bytes(program, start, line))
-
-    def sum_bytes(arrays: list[tuple[Instruction, float]], *, on_host: bool) -> float:
+    def sum_bytes(arrays: Sequence[tuple[Instruction, float]], *, on_host: bool) -> float:
         return sum(
             (size for array, size in arrays if (_HOST_LAYOUT in array.shape) == on_host), start=0.0
         )
 
-    efficiency = 1.0
-    if start.calls(_MOSAIC):
-        efficiency, _ = _EFFICIENCIES["mosaic_efficiency"]
-    elif start.calls(_FLOAT8):
-        efficiency, _ = _EFFICIENCIES["float8_efficiency"]
-    begin, end = async_pairs.get(line.computation, (start.line_number, line.line_number))
-    return KernelCost(
-        line_number=line.line_number,
-        op_name=start.op_name,
-        flops=_matmul_flops(program, start),
-        efficiency=efficiency,
-        device_bytes=sum_bytes([*reads, *writes], on_host=False),
-        bytes_from_host=sum_bytes(reads, on_host=True),
-        bytes_to_host=sum_bytes(writes, on_host=True),
-        num_runs=num_runs,
-        begin_line=begin,
-        end_line=end,
-    )
+    costs = []
+    for line, num_runs in count_runs(program, is_kernel, include_branches=True):
+        lines = program.computations[line.computation]
+        start = lines[line.operand_names[-1]] if line.opcode.endswith("-done") else line
+        reads = [
+            (array, _read_bytes(program, start, start.operand_names.index(array.name), array))
+            for array in program.operands(start)
+        ]
+        writes = _list_writes(program, start, line)
+        efficiency = 1.0
+        if start.calls(_MOSAIC):
+            efficiency, _ = gpus.ASSUMED["all"]["mosaic_efficiency"]
+        elif start.calls(_FLOAT8):
+            efficiency, _ = gpus.ASSUMED["all"]["float8_efficiency"]
+        ends = (start.line_number, line.line_number)
+        begin, end = program.async_pairs.get(line.computation, ends)
+        cost = KernelCost(
+            line_number=line.line_number,
+            op_name=start.op_name,
+            flops=_matmul_flops(program, start),
+            efficiency=efficiency,
+            device_bytes=sum_bytes([*reads, *writes], on_host=False),
+            bytes_from_host=sum_bytes(reads, on_host=True),
+            bytes_to_host=sum_bytes(writes, on_host=True),
+            num_runs=num_runs,
+            begin_line=begin,
+            end_line=end,
+        )
+        costs.append(cost)
+    return costs
 
 
 def _read_bytes(program: Program, line: Instruction, number: int, operand: Instruction) -> float:
@@ -730,10 +680,10 @@ def _read_bytes(program: Program, line: Instruction, number: int, operand: Instr
     return min(size, used_bytes(parameter))
 
 
-def _written_bytes(
+def _list_writes(
     program: Program, start: Instruction, line: Instruction
-) -> Iterator[tuple[Instruction, float]]:
-    """Yields each result, and the bytes that are written of it.
+) -> list[tuple[Instruction, float]]:
+    """Lists each result, and the bytes that are written of it.
 
     Args: start, line: instructions that start a kernel and wait for it. The shape of a copy's
         -start contains the source, that of its -done only the result.
@@ -743,6 +693,7 @@ def _written_bytes(
         root = program.last(start.find_computation("calls"))
         lines = program.computations[root.computation]
         results = [lines[name] for name in root.operand_names] if root.opcode == "tuple" else [root]
+    writes = []
     for result in results:
         source = result
         while source.opcode in ("bitcast", "copy") and source is not line:
@@ -750,7 +701,8 @@ def _written_bytes(
         written = result
         if source.opcode == "dynamic-update-slice":
             written = program.computations[source.computation][source.operand_names[1]]
-        yield result, written.num_bytes
+        writes.append((result, written.num_bytes))
+    return writes
 
 
 def _matmul_flops(program: Program, line: Instruction) -> float:

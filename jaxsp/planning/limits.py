@@ -16,7 +16,7 @@ from jaxsp.attention.strategies.workload import LayerWorkload, count_workloads
 from jaxsp.core import axes
 from jaxsp.core.units import GIB
 from jaxsp.planning import estimate, gpus
-from jaxsp.system import cluster, distributed, memory_limits
+from jaxsp.system import cluster, distributed, hardware
 from jaxsp.training.specs import StepSpec
 
 FRAGMENTATION_FRACTION = 0.022
@@ -63,10 +63,7 @@ def find_limits(devices: Iterable[Any]) -> MemoryLimit:
 
 def find_free_bytes(devices: Iterable[Any]) -> float:
     """Memory of a device that nothing uses now; of a CPU, its part of the host's memory; 0 if it is
-    unknown.
-
-    The minimum over all devices and processes. All must call it together.
-    """
+    unknown. The minimum over all devices and processes, which must call it together."""
     local = _list_local(devices)
     if all(device.platform == "cpu" for device in local):
         free = _find_host_bytes(max(1, len(local)))
@@ -77,7 +74,6 @@ def find_free_bytes(devices: Iterable[Any]) -> float:
 
 
 def _list_local(devices: Iterable[Any]) -> tuple[Any, ...]:
-    """Devices of this process."""
     index = jax.process_index()
     return tuple(device for device in devices if device.process_index == index)
 
@@ -93,7 +89,7 @@ def _find_host_bytes(num_devices: int) -> float:
     num_processes = cluster.count_local_processes(
         distributed.this_process(), os.environ, devices_per_process=num_devices
     )
-    return memory_limits.host_bytes_per_device(num_processes=num_processes, num_devices=num_devices)
+    return hardware.host_bytes_per_device(num_processes=num_processes, num_devices=num_devices)
 
 
 @functools.cache
@@ -103,20 +99,19 @@ def _find_local_limits(devices: tuple[Any, ...]) -> MemoryLimit:
     if not limits:
         return MemoryLimit(math.inf, math.inf)
     host = _find_host_bytes(len(devices))
-    return MemoryLimit(min(limits), host, memory_limits.pinned_pool_limit(os.environ))
+    return MemoryLimit(min(limits), host, hardware.pinned_pool_limit(os.environ))
 
 
 def subtract_reserves(spec: StepSpec, limits: MemoryLimit) -> MemoryLimit:
     """Memory available to a step, after fragmentation, CUDA, NCCL and checkpoints.
 
-    Args:
-        limits: JAX's fraction of a device (`memory_limits.gpu_memory_fraction`), and a device's
-            part of its node's memory.
+    Args: limits: JAX's fraction of a device (`hardware.gpu_memory_fraction`), and a device's
+        part of its node's memory.
     """
-    fraction = memory_limits.gpu_memory_fraction(os.environ)
+    fraction = hardware.gpu_memory_fraction(os.environ)
     memory = limits.device / fraction
     # In a run, `raise_limits` has already reduced JAX's fraction; in a plan, nothing has
-    fraction = min(fraction, memory_limits.choose_fraction(memory, outside_bytes(spec)))
+    fraction = min(fraction, hardware.choose_fraction(memory, outside_bytes(spec)))
     device = memory * fraction * (1 - FRAGMENTATION_FRACTION)
     host = limits.host - estimate.checkpoint_bytes(spec)
     return MemoryLimit(device, host, limits.pool)
@@ -131,33 +126,24 @@ def outside_bytes(spec: StepSpec) -> float:
 def nccl_bytes(
     sizes: Mapping[str, int], strategy: Strategy, workloads: Iterable[LayerWorkload] = ()
 ) -> float:
-    """Estimate of NCCL's buffers on each device, with memory_limits.DEVICES_PER_NODE per node.
+    """Estimate of NCCL's buffers on each device, with hardware.DEVICES_PER_NODE per node.
 
-    Args:
-        sizes: of the mesh's axes.
-        workloads: attention of the layers, if it is known.
+    Args: sizes: of the mesh's axes. workloads: attention of the layers, if it is known.
     """
-    node_size = memory_limits.DEVICES_PER_NODE
+    node_size = hardware.DEVICES_PER_NODE
     all_to_all_size = strategy.heads.degree
     peers = min(all_to_all_size, node_size) - 1
     remote_peers = max(0, all_to_all_size - node_size)
-    num_communicators = len(list_communicators(sizes, strategy))
+    # Groups of devices in which the first device communicates
+    numbers = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in axes.ALL])
+    along = [
+        numbers[tuple(slice(None) if axis in names else 0 for axis in axes.ALL)]
+        for names in ((axes.SEQ,), axes.ALL, axes.SHARDS, axes.GROUPS, (axes.REPLICA,))
+    ]
+    groups = [*along[1:], *(along[0][positions] for positions in strategy.communicators())]
+    communicators = {frozenset(group.ravel().tolist()) for group in groups if group.size > 1}
     # XLA's permutes have one of their own, of all devices. Source: GpuCliqueKey's is_p2p, and
     # GetP2PConfigForCollectivePermute, openxla/xla xla/backends/gpu/runtime
-    num_communicators += any(nodes.PERMUTE in strategy.sent_bytes(each) for each in workloads)
-    buffers = num_communicators * COMMUNICATOR_BYTES
+    has_permutes = any(nodes.PERMUTE in strategy.sent_bytes(each) for each in workloads)
+    buffers = (len(communicators) + has_permutes) * COMMUNICATOR_BYTES
     return buffers + ALL_TO_ALL_BYTES * peers / (node_size - 1) + REMOTE_PEER_BYTES * remote_peers
-
-
-def list_communicators(sizes: Mapping[str, int], strategy: Strategy) -> set[frozenset[int]]:
-    """Groups of devices in which the first device communicates, as device numbers in mesh order."""
-    devices = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in axes.ALL])
-
-    def along(names: tuple[str, ...]) -> np.ndarray:
-        return devices[tuple(slice(None) if axis in names else 0 for axis in axes.ALL)]
-
-    group = along((axes.SEQ,))
-    groups = [*map(along, (axes.ALL, axes.SHARDS, axes.GROUPS, (axes.REPLICA,)))]
-    groups += [group[positions] for positions in strategy.communicators()]
-    communicators = {frozenset(group.ravel().tolist()) for group in groups}
-    return {communicator for communicator in communicators if len(communicator) > 1}

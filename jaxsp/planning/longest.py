@@ -28,11 +28,8 @@ _LENGTH_ERROR_PREFIXES = ("data.row_tokens", "data.max_segments_per_row", "atten
 _MAX_GROWTH = 16
 """Largest factor from a row that fits to the next one, while no longer row was tried."""
 
-CONSTANT_CAUSES = (descriptions.WEIGHTS, descriptions.OPTIMIZER, descriptions.GRADIENTS)
-"""Causes of memory that do not grow with the row."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TriedLength:
     """A row length, and whether it fits."""
 
@@ -45,8 +42,6 @@ class TriedLength:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongestRow:
-    """Result of a search."""
-
     tried: Sequence[TriedLength]
     """Lengths from short to long."""
 
@@ -87,23 +82,22 @@ def find_longest_row(
     row_tokens = max(unit, config.row_tokens // unit * unit)
     while True:
         first_plan = next((length.plan for length in tried.values() if length.plan), None)
-        plan = None
         try:
             changed = config.change(row_tokens=row_tokens)
             plan = planner.plan_step(changed, model=model, cluster=cluster)
         except UserError as error:
             if not all(problem.startswith(_LENGTH_ERROR_PREFIXES) for problem in error.problems):
                 raise
-            problem = str(error).splitlines()[0]
-        if plan is not None:
+            length = TriedLength(row_tokens, None, str(error).splitlines()[0])
+        else:
             problem = plan.shortage
             # too long if it falls back to another kernel although the first length did not
             if first_plan is not None and plan.fallback_reason and not first_plan.fallback_reason:
                 problem = plan.fallback_reason
-        length = TriedLength(row_tokens=row_tokens, plan=plan, problem=problem)
+            length = TriedLength(row_tokens, plan, problem)
         tried[row_tokens] = length
         on_result(length)
-        if plan is not None and plan.host_limit_gib < 0:  # for rows of any length
+        if length.plan is not None and length.plan.host_limit_gib < 0:  # for rows of any length
             return LongestRow(tried=[length])
         below = max((tokens for tokens, length in tried.items() if not length.problem), default=0)
         above = min(
@@ -162,7 +156,8 @@ def _find_next_split(
 def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None) -> float:
     """Estimates the row length at which device or host memory is full.
 
-    Extrapolates on a line through two plans, or through one and the constant causes.
+    Extrapolates on a line through two plans, or through one and the causes that do not grow with
+    the row.
 
     Args: below, above: the longest length that fits or 0, and the shortest longer one that does not
         or None.
@@ -171,25 +166,24 @@ def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None
         longer = tried[above].plan
         if longer is None or not longer.shortage:  # too long for another reason than memory
             return (below + above) / 2
-    plans = [tried[tokens].plan for tokens in (below, above) if tokens]
-    known = [plan for plan in plans if plan is not None]
+    known = [plan for tokens in (below, above) if tokens and (plan := tried[tokens].plan)]
     if len(known) == 1 and above is None:
         shorter = [
             length.plan for tokens, length in tried.items() if tokens < below and length.plan
         ]
         known = [*shorter[-1:], *known]
     last = known[-1]
-    first = known[0] if len(known) == 2 else None
     crossings = []
     for total, limit, causes in (
         ("device_gib", last.device_limit_gib, last.memory),
         ("host_gib", last.host_limit_gib, last.host_memory),
     ):
         start_tokens = 0
-        start_gib = sum(causes.get(name, 0.0) for name in CONSTANT_CAUSES)
-        if first is not None:
-            start_tokens = first.row_tokens
-            start_gib = getattr(first, total)
+        constant = (descriptions.WEIGHTS, descriptions.OPTIMIZER, descriptions.GRADIENTS)
+        start_gib = sum(causes.get(name, 0.0) for name in constant)
+        if len(known) == 2:
+            start_tokens = known[0].row_tokens
+            start_gib = getattr(known[0], total)
         last_gib = getattr(last, total)
         slope = (last_gib - start_gib) / (last.row_tokens - start_tokens)
         if slope > 0:

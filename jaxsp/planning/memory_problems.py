@@ -36,10 +36,7 @@ def find_problems(
     version: str = jax.__version__,
 ) -> list[str]:
     """Reasons that the memory options of a config do not work with this release of JAX on these
-    devices.
-
-    Args: model: None if it is not known.
-    """
+    devices. Args: model: None if it is not known."""
     memory = config.memory
     problems = []
     release = compile_options.parse_version(version)
@@ -156,13 +153,14 @@ def _find_period_problems(memory: MemoryConfig, model: ModelConfig) -> list[str]
 def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
     """Suggestions: changes that reduce a step's memory and work with this release of JAX and this
     model."""
+    memory_changes: list[dict[str, Any]] = []
+    memory = spec.config.memory
     if is_device_short:
         policy = spec.remat_policy
-        memory_changes: list[dict[str, Any]] = []
-        is_fixed = spec.config.memory.remat != "auto"
+        is_fixed = memory.remat != "auto"
         if is_fixed and policy.is_attention_saved and not policy.is_attention_offloaded:
             memory_changes.append({"remat": "auto"})
-        if policy.can_split_layers and spec.config.memory.offload_during_attention == "never":
+        if policy.can_split_layers and memory.offload_during_attention == "never":
             memory_changes.append({"offload_during_attention": "auto"})
         if not policy.is_input_offloaded:
             memory_changes += _adjacent_levels(spec, "offload_activations", offset=1)
@@ -173,7 +171,19 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
         if min(automatic.loss_tiles) < min(spec.loss_tiles):
             memory_changes.append({"loss_tile_tokens": "auto"})
     else:
-        memory_changes = _host_memory_changes(spec)
+        num_layers = spec.model.num_layers
+        policy = RematPolicy(remat="full", offload_activations=memory.offload_activations)
+        every = 2 * memory.offload_every
+        now, fewer = (
+            dataclasses.replace(policy, offload_every=number).num_offloaded_inputs(num_layers)
+            for number in (memory.offload_every, every)
+        )
+        can_split = policy.can_split_layers and not policy.is_attention_offloaded
+        if can_split and fewer < now:
+            change: dict[str, Any] = {"offload_every": every}
+            if memory.remat not in ("auto", "full"):
+                change["remat"] = "full"
+            memory_changes.append(change)
         for field in ("offload_activations", "offload_optimizer"):
             memory_changes += _adjacent_levels(spec, field, offset=-1)
         if not memory_changes:
@@ -216,20 +226,3 @@ def _adjacent_levels(spec: StepSpec, field: str, *, offset: int) -> list[dict[st
     levels = get_args(MemoryConfig.model_fields[field].annotation)
     index = levels.index(getattr(spec.config.memory, field)) + offset
     return [{field: levels[index]}] if 0 <= index < len(levels) else []
-
-
-def _host_memory_changes(spec: StepSpec) -> list[dict[str, Any]]:
-    """Changes of `offload_every` that reduce host memory."""
-    memory = spec.config.memory
-    policy = RematPolicy(remat="full", offload_activations=memory.offload_activations)
-    if not policy.can_split_layers or policy.is_attention_offloaded:
-        return []
-    num_layers = spec.model.num_layers
-    now = dataclasses.replace(policy, offload_every=memory.offload_every)
-    more = dataclasses.replace(policy, offload_every=2 * memory.offload_every)
-    if more.num_offloaded_inputs(num_layers) >= now.num_offloaded_inputs(num_layers):
-        return []
-    change: dict[str, Any] = {"offload_every": more.offload_every}
-    if memory.remat not in ("auto", "full"):
-        change["remat"] = "full"
-    return [change]

@@ -1,8 +1,9 @@
 """Plans of a config's step on every mesh of some devices, with every attention strategy."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxsp.attention.selection import StrategyOption, list_options
@@ -31,12 +32,14 @@ class MeshPlan:
     """Reason that there is no plan; empty otherwise."""
 
 
-def list_meshes(num_devices: int) -> Iterator[dict[str, int]]:
-    """Yields every replica x data x seq of `num_devices` devices, the largest seq first."""
-    for seq in range(num_devices, 0, -1):
-        for data in range(num_devices // seq, 0, -1):
-            if num_devices % (seq * data) == 0:
-                yield {axes.REPLICA: num_devices // (seq * data), axes.DATA: data, axes.SEQ: seq}
+def list_meshes(num_devices: int) -> list[dict[str, int]]:
+    """Lists every replica x data x seq of `num_devices` devices, the largest seq first."""
+    sizes = range(num_devices, 0, -1)
+    return [
+        {axes.REPLICA: num_devices // (seq * data), axes.DATA: data, axes.SEQ: seq}
+        for seq, data in itertools.product(sizes, sizes)
+        if num_devices % (seq * data) == 0
+    ]
 
 
 def plan_meshes(
@@ -61,11 +64,9 @@ def plan_meshes(
         problem = ""
         try:
             changed = config.change(mesh=mesh, attention=option.config_fields)
+            changed = planner.resolve_config(changed, model=model, cluster=cluster)
             plan = planner.plan_step(
-                planner.resolve_config(changed, model=model, cluster=cluster),
-                model=model,
-                cluster=cluster,
-                document_tokens=document_tokens,
+                changed, model=model, cluster=cluster, document_tokens=document_tokens
             )
         except UserError as error:
             problem = str(error).splitlines()[0]
@@ -105,8 +106,8 @@ def sort_by_rank(mesh_plans: Sequence[MeshPlan]) -> list[MeshPlan]:
         seq = mesh_plan.mesh[axes.SEQ]
         if plan is None:
             return True, True, math.inf, seq, 0.0
-        rank = float(ranks.get(id(mesh_plan), math.inf))
-        return False, not plan.fits, rank, seq, _time_or_memory(plan)
+        rank = ranks.get(id(mesh_plan), math.inf)
+        return False, not plan.fits, rank, seq, plan.step_s_estimate or plan.device_gib
 
     return sorted(mesh_plans, key=key)
 
@@ -114,24 +115,20 @@ def sort_by_rank(mesh_plans: Sequence[MeshPlan]) -> list[MeshPlan]:
 def compute_ranks(mesh_plans: Sequence[MeshPlan]) -> dict[int, int]:
     """Computes the rank of each result that fits, from 1, by its id.
 
-    Results within SAME_TIME_FACTOR of the fastest of a rank share it.
+    Results within SAME_TIME_FACTOR of the fastest of a rank share it. Without estimated seconds,
+    the memory counts.
     """
     fitting = [
-        (_time_or_memory(mesh_plan.plan), mesh_plan)
+        (mesh_plan.plan.step_s_estimate or mesh_plan.plan.device_gib, id(mesh_plan))
         for mesh_plan in mesh_plans
         if mesh_plan.plan and mesh_plan.plan.fits
     ]
     ranks: dict[int, int] = {}
     rank = 0
     fastest = 0.0
-    for time, mesh_plan in sorted(fitting, key=lambda pair: pair[0]):
+    for time, number in sorted(fitting, key=lambda pair: pair[0]):
         if not rank or time > SAME_TIME_FACTOR * fastest:
             rank += 1
             fastest = time
-        ranks[id(mesh_plan)] = rank
+        ranks[number] = rank
     return ranks
-
-
-def _time_or_memory(plan: Plan) -> float:
-    """Estimated seconds of a step; its memory if there is no estimate."""
-    return float(plan.step_s_estimate or plan.device_gib)

@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -29,7 +28,7 @@ from jaxsp.planning.absent import Cluster
 from jaxsp.planning.fit import CompiledStep
 from jaxsp.planning.hlo import Collective
 from jaxsp.planning.step_time import TimeEstimate
-from jaxsp.system import device_mesh, memory_limits
+from jaxsp.system import device_mesh, hardware
 from jaxsp.training import step_descriptions
 from jaxsp.training.specs import find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
@@ -152,12 +151,6 @@ class Plan:
     time_bottleneck: str | None = None
     """Cause that takes most of the time."""
 
-    @property
-    def is_mlp_tiled(self) -> bool:
-        """True if the MLP's tiles are smaller than all tokens of a device."""
-        microbatch_tokens = self.row_tokens * self.rows_per_microbatch
-        return self.mlp_tile_tokens * self.mesh[axes.SEQ] < microbatch_tokens
-
 
 def resolve_config(config: StepConfig, *, model: ModelConfig, cluster: Cluster) -> StepConfig:
     """Replaces `auto` in mesh.seq and batch.rows_per_microbatch by what training chooses.
@@ -204,16 +197,105 @@ def plan_step(
     )
     fit.check_offloads(fitted.spec, fitted.memory_use)
     suggestions: Sequence[str] = []
+    use = fitted.memory_use
+    limit = fitted.memory_limit
     if fitted.shortage:
-        is_device_short = fitted.memory_use.device_total > fitted.memory_limit.device
+        is_device_short = use.device_total > limit.device
         suggestions = memory_problems.suggest_changes(spec, is_device_short=is_device_short)
     elif fits_larger_microbatch(fitted):
         count = 2 * config.microbatch_rows
         suggestions = [f"batch.rows_per_microbatch={count}, which gathers weights half as often"]
+    spec = fitted.spec
+    config = spec.config
+    choice = spec.attention
+    options = (descriptions.describe(spec), step_descriptions.describe_products(spec))
+
+    # Memory
+    causes = descriptions.find_causes(fitted)
+    device_memory = {name: size / GIB for name, size in causes.device.items()}
+    device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
+    node_gib = cluster.node_devices / GIB
+    phases = estimate.find_phases(spec)
+    pool_bytes = 0.0
+    if use.host:
+        largest = estimate.pool_bytes(estimate.step_offloaded_bytes(spec))
+        pool_size = hardware.pinned_pool_size(use.host, min(limit.host, largest))
+        pool_bytes = max(float(use.host), pool_size)
+    is_device_fuller = use.device_total / limit.device >= use.host / limit.host
+    is_bottleneck = use.host <= limit.host and is_device_fuller
+    is_device = use.device_total > limit.device or is_bottleneck
+
+    # Communication, arithmetic and time
+    text = fitted.executable.dump.hlo_text
+    node_devices = cluster.nvlink_domain_size
     document_tokens = min(document_tokens or config.row_tokens, config.row_tokens)
-    facts = _describe_config(fitted) | _describe_memory(fitted, cluster)
-    facts |= _describe_work(fitted, cluster, document_tokens)
-    return Plan(**facts, suggestions=suggestions, plan_s=time.perf_counter() - began)
+    segment_lengths = step_time.make_segment_lengths(
+        rows=config.rows_per_step, row_tokens=config.row_tokens, document_tokens=document_tokens
+    )
+    collectives = hlo.parse_collectives(text)
+    timed = step_time.estimate_step(
+        spec,
+        text,
+        ceilings=cluster.gpu.ceilings,
+        node_devices=node_devices,
+        segment_lengths=segment_lengths,
+    )
+    model_flops = flops.step_flops(spec.model, segment_lengths, spec.table) / spec.mesh.size
+    plan = Plan(
+        device_type=cluster.device_type,
+        num_devices=cluster.num_devices,
+        node_devices=cluster.node_devices,
+        mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
+        row_tokens=config.row_tokens,
+        rows_per_step=config.rows_per_step,
+        rows_per_microbatch=config.microbatch_rows,
+        max_segments_per_row=config.max_segments,
+        document_tokens=document_tokens,
+        objective=step_descriptions.describe_objective(spec),
+        layers=step_descriptions.describe_layers(spec),
+        strategy=choice.strategy.description,
+        attention_bytes=choice.sent_bytes,
+        alternative_bytes=dict(choice.alternatives),
+        kernel=choice.kernel.name,
+        kernel_title=choice.kernel.title,
+        fallback_reason=choice.fallback_reason,
+        head_chunks=choice.settings.head_chunks,
+        remat=spec.remat_policy.remat,
+        mlp_tile_tokens=min(spec.mlp_tile, spec.tokens_per_device),
+        loss_tile_tokens=min(spec.loss_tile, spec.tokens_per_device),
+        options="; ".join(filter(None, options)),
+        fits=not fitted.shortage,
+        memory_bottleneck="device" if is_device else "host",
+        shortage=fitted.shortage,
+        suggestions=suggestions,
+        device_gib=use.device_total / GIB,
+        device_limit_gib=limit.device / GIB,
+        host_gib=use.host * node_gib,
+        host_limit_gib=limit.host * node_gib,
+        host_pool_gib=pool_bytes * node_gib,
+        memory=device_memory,
+        host_memory={name: size * node_gib for name, size in causes.host.items()},
+        peak_phase=max(phases, key=lambda phase: phases[phase]),
+        sent_bytes=sum((sent.total_bytes for sent in collectives), start=0.0),
+        collectives=_sum_collectives(collectives, spec.mesh.shape, timed, node_devices),
+        model_flops=model_flops,
+        jax_version=jax.__version__,
+        plan_s=time.perf_counter() - began,
+    )
+    if timed is None:
+        return plan
+    reference_s = timed.step_s * (model_flops / 3 / timed.hardware_flops)
+    return dataclasses.replace(
+        plan,
+        hardware_flops=timed.hardware_flops,
+        host_copy_bytes=timed.host_copy_bytes,
+        step_s_estimate=timed.step_s,
+        tokens_per_s_estimate=config.rows_per_step * config.row_tokens / timed.step_s,
+        mfu_estimate=model_flops / timed.step_s / cluster.gpu.ceilings.peak_tflops / 1e12,
+        reference_s_estimate=reference_s if spec.objective.needs_reference else None,
+        seconds_estimate=timed.seconds,
+        time_bottleneck=max(step_time.CAUSES, key=lambda cause: timed.seconds[cause]),
+    )
 
 
 def _has_split_pairs(config: StepConfig, document_tokens: int | None) -> bool:
@@ -244,7 +326,6 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
 def _find_problems(
     config: StepConfig, model: ModelConfig, cluster: Cluster, document_tokens: int | None
 ) -> list[str]:
-    """Finds the problems of a config and a document length before anything is compiled."""
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
     found = memory_problems.find_problems(config, platform="gpu", model=model)
     found += param_groups.find_problems(config.optimizer, decoder.param_table(model))
@@ -252,8 +333,8 @@ def _find_problems(
     try:
         layout = choose_strategy(config.attention, config.rows, model).layout
     except UserError as error:
-        found.extend(error.problems)
-    found.extend(find_division_problems(config, sizes, layout=layout))
+        found += error.problems
+    found += find_division_problems(config, sizes, layout=layout)
     row_tokens = config.row_tokens
     max_segments = config.max_segments
     if document_tokens is not None and -(-row_tokens // document_tokens) > max_segments:
@@ -272,111 +353,6 @@ def _find_problems(
     return found
 
 
-def _describe_config(fitted: CompiledStep) -> dict[str, Any]:
-    """Fields of a plan that follow from its config."""
-    spec = fitted.spec
-    config = spec.config
-    choice = spec.attention
-    options = (descriptions.describe(spec), step_descriptions.describe_products(spec))
-    return {
-        "mesh": {axis: spec.mesh.shape[axis] for axis in axes.ALL},
-        "row_tokens": config.row_tokens,
-        "rows_per_step": config.rows_per_step,
-        "rows_per_microbatch": config.microbatch_rows,
-        "max_segments_per_row": config.max_segments,
-        "objective": step_descriptions.describe_objective(spec),
-        "layers": step_descriptions.describe_layers(spec),
-        "strategy": choice.strategy.description,
-        "attention_bytes": choice.sent_bytes,
-        "alternative_bytes": dict(choice.alternatives),
-        "kernel": choice.kernel.name,
-        "kernel_title": choice.kernel.title,
-        "fallback_reason": choice.fallback_reason,
-        "head_chunks": choice.settings.head_chunks,
-        "remat": spec.remat_policy.remat,
-        "mlp_tile_tokens": min(spec.mlp_tile, spec.tokens_per_device),
-        "loss_tile_tokens": min(spec.loss_tile, spec.tokens_per_device),
-        "options": "; ".join(filter(None, options)),
-        "jax_version": jax.__version__,
-    }
-
-
-def _describe_memory(fitted: CompiledStep, cluster: Cluster) -> dict[str, Any]:
-    """Fields of a plan about memory."""
-    spec = fitted.spec
-    use = fitted.memory_use
-    limit = fitted.memory_limit
-    causes = descriptions.find_causes(fitted)
-    device_memory = {name: size / GIB for name, size in causes.device.items()}
-    device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
-    node_gib = cluster.node_devices / GIB
-    phases = estimate.find_phases(spec)
-    pool_bytes = 0.0
-    if use.host:
-        largest = estimate.pool_bytes(estimate.step_offloaded_bytes(spec))
-        pool_size = memory_limits.pinned_pool_size(use.host, min(limit.host, largest))
-        pool_bytes = max(float(use.host), pool_size)
-    is_device_fuller = use.device_total / limit.device >= use.host / limit.host
-    is_bottleneck = use.host <= limit.host and is_device_fuller
-    is_device = use.device_total > limit.device or is_bottleneck
-    return {
-        "fits": not fitted.shortage,
-        "memory_bottleneck": "device" if is_device else "host",
-        "shortage": fitted.shortage,
-        "device_gib": use.device_total / GIB,
-        "device_limit_gib": limit.device / GIB,
-        "host_gib": use.host * node_gib,
-        "host_limit_gib": limit.host * node_gib,
-        "host_pool_gib": pool_bytes * node_gib,
-        "memory": device_memory,
-        "host_memory": {name: size * node_gib for name, size in causes.host.items()},
-        "peak_phase": max(phases, key=lambda phase: phases[phase]),
-    }
-
-
-def _describe_work(fitted: CompiledStep, cluster: Cluster, document_tokens: int) -> dict[str, Any]:
-    """Fields of a plan about devices, arithmetic, communication and time."""
-    spec = fitted.spec
-    config = spec.config
-    text = fitted.executable.dump.hlo_text
-    node_devices = cluster.nvlink_domain_size
-    segment_lengths = step_time.make_segment_lengths(
-        rows=config.rows_per_step, row_tokens=config.row_tokens, document_tokens=document_tokens
-    )
-    collectives = hlo.parse_collectives(text)
-    timed = step_time.estimate_step(
-        spec,
-        text,
-        ceilings=cluster.gpu.ceilings,
-        node_devices=node_devices,
-        segment_lengths=segment_lengths,
-    )
-    model_flops = flops.step_flops(spec.model, segment_lengths, spec.table) / spec.mesh.size
-    facts: dict[str, Any] = {
-        "device_type": cluster.device_type,
-        "num_devices": cluster.num_devices,
-        "node_devices": cluster.node_devices,
-        "document_tokens": document_tokens,
-        "sent_bytes": sum((sent.total_bytes for sent in collectives), start=0.0),
-        "collectives": _sum_collectives(collectives, spec.mesh.shape, timed, node_devices),
-        "model_flops": model_flops,
-    }
-    if timed is None:
-        return facts
-    step_s = timed.step_s
-    reference_s = step_s * (model_flops / 3 / timed.hardware_flops)
-    return facts | {
-        "hardware_flops": timed.hardware_flops,
-        "host_copy_bytes": timed.host_copy_bytes,
-        "step_s_estimate": step_s,
-        "tokens_per_s_estimate": config.rows_per_step * config.row_tokens / step_s,
-        "mfu_estimate": model_flops / step_s / cluster.gpu.ceilings.peak_tflops / 1e12,
-        "reference_s_estimate": reference_s if spec.objective.needs_reference else None,
-        "seconds_estimate": timed.seconds,
-        "time_bottleneck": timed.bottleneck,
-    }
-
-
 def _sum_collectives(
     collectives: Sequence[Collective],
     sizes: Mapping[str, int],
@@ -392,11 +368,13 @@ def _sum_collectives(
     for operation in sorted({sent.operation for sent in collectives if sent.total_bytes}):
         group = [sent for sent in collectives if sent.operation == operation]
         axes_of_groups = {
-            hlo.find_axes(sent.device_ids, sizes) for sent in group if sent.total_bytes
+            hlo.find_axes(sent.groups[0], sizes) for sent in group if sent.total_bytes
         }
         seconds = waited_s = None
         if timed is not None:
-            seconds, waited_s = timed.sum_transfers(sent.begin_line for sent in group)
+            seconds, waited_s = step_time.sum_transfers(
+                timed.transfer_seconds, (sent.begin_line for sent in group)
+            )
         node_bytes = (sent.find_load(node_devices).node * sent.total_bytes for sent in group)
         planned.append(
             PlannedCollective(

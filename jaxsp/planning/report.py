@@ -20,9 +20,6 @@ _LABEL_WIDTH = 12
 _SHORT_STEP_S = 0.01
 """Estimated time below which kernel launches may take longer: 2,000 kernels at 5 us."""
 
-_Line = tuple[str, str]
-"""Label and text."""
-
 
 def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
     """Formats a plan as text.
@@ -93,8 +90,8 @@ def _format_attention(plan: Plan) -> str:
     return f"{plan.strategy}, {kernel}; {sends}"
 
 
-def _list_memory(plan: Plan) -> Iterator[_Line]:
-    """Memory by cause, largest first."""
+def _list_memory(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Labels and texts of memory by cause, largest first."""
     yield "memory", f"GiB on each device at its peak, by cause; most in {plan.peak_phase}"
     for name, size in sorted(plan.memory.items(), key=lambda pair: (pair[0] == RESERVED, -pair[1])):
         if size >= 0.005:
@@ -109,7 +106,7 @@ def _list_memory(plan: Plan) -> Iterator[_Line]:
                 yield "", f"{size:8.2f}  {name}"
 
 
-def _list_traffic(plan: Plan) -> Iterator[_Line]:
+def _list_traffic(plan: Plan) -> Iterator[tuple[str, str]]:
     """Bytes sent and copied, and their time not overlapped."""
     if plan.collectives:
         yield "sent", "GB by each device in a step; seconds (estimates): all, not overlapped"
@@ -127,13 +124,18 @@ def _list_traffic(plan: Plan) -> Iterator[_Line]:
         yield "", f"each device copies {copies}"
 
 
-def _list_times(plan: Plan, tokens: float | None) -> Iterator[_Line]:
+def _list_times(plan: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     """Arithmetic, and the estimate by cause."""
+
+    def format_tflop(num_flops: float) -> str:
+        tflop = num_flops / 1e12
+        return f"{tflop:,.0f}" if tflop >= 1 else f"{tflop:.2g}"
+
     executed = ""
     if plan.hardware_flops is not None:
         ratio = plan.hardware_flops / plan.model_flops
-        executed = f", {_format_tflop(plan.hardware_flops)} executed ({ratio:.2f} times)"
-    needed = f"{_format_tflop(plan.model_flops)} TFLOP needed per device and step{executed}"
+        executed = f", {format_tflop(plan.hardware_flops)} executed ({ratio:.2f} times)"
+    needed = f"{format_tflop(plan.model_flops)} TFLOP needed per device and step{executed}"
     documents = f"if documents of {plan.document_tokens:,} tokens fill the rows"
     yield "arithmetic", f"{needed}, {documents}"
     yield "time", format_time(plan)
@@ -148,11 +150,6 @@ def _list_times(plan: Plan, tokens: float | None) -> Iterator[_Line]:
             for amount in (seconds * plan.num_devices / 3600, seconds / 86400)
         ]
         yield "cost", f"{tokens:,.0f} tokens take {ranges[0]} GPU-hours, {ranges[1]} days"
-
-
-def _format_tflop(num_flops: float) -> str:
-    tflop = num_flops / 1e12
-    return f"{tflop:,.0f}" if tflop >= 1 else f"{tflop:.2g}"
 
 
 def format_fit(plan: Plan) -> str:
@@ -278,17 +275,12 @@ def format_comparison(plans: Sequence[Plan], *, tokens: float | None) -> str:
         head.append("GPU-hours*")
     rows = []
     for plan in plans:
-        row = [
-            plan.device_type,
-            f"{plan.row_tokens:,}",
-            _format_verdict(plan),
-            f"{plan.device_gib:.1f} of {plan.device_limit_gib:.1f}",
-            f"{plan.host_gib:,.0f}",
-            plan.remat,
-            f"{plan.mlp_tile_tokens:,}" if plan.is_mlp_tiled else "-",
-            *_format_time_columns(plan),
-            plan.time_bottleneck or "-",
-        ]
+        device_tokens = plan.row_tokens * plan.rows_per_microbatch / plan.mesh[axes.SEQ]
+        is_tiled = plan.mlp_tile_tokens < device_tokens
+        row = [plan.device_type, f"{plan.row_tokens:,}", _format_verdict(plan)]
+        row += [f"{plan.device_gib:.1f} of {plan.device_limit_gib:.1f}", f"{plan.host_gib:,.0f}"]
+        row += [plan.remat, f"{plan.mlp_tile_tokens:,}" if is_tiled else "-"]
+        row += [*_format_time_columns(plan), plan.time_bottleneck or "-"]
         if tokens is not None:
             hours = "-"
             if plan.tokens_per_s_estimate is not None:

@@ -34,7 +34,7 @@ from jaxsp.blocks import delta_net
 from jaxsp.model import flops
 from jaxsp.planning import hlo
 from jaxsp.planning.gpus import Ceilings
-from jaxsp.planning.hlo import Collective, Instruction, KernelCost, Program
+from jaxsp.planning.hlo import Collective, Instruction, Program
 from jaxsp.training.specs import StepSpec
 
 MATMULS = "matrix products"
@@ -84,15 +84,16 @@ class TimeEstimate:
     """Seconds of all runs of each collective and host copy, and those that no kernel overlaps, by
     the line number where it begins."""
 
-    @property
-    def bottleneck(self) -> str:
-        """Cause that takes most of the time."""
-        return max(CAUSES, key=lambda cause: self.seconds[cause])
 
-    def sum_transfers(self, lines: Iterable[int]) -> tuple[float, float]:
-        """Seconds of the transfers that begin in these lines, and those not overlapped."""
-        totals = [self.transfer_seconds[line] for line in lines]
-        return sum((total for total, _ in totals), 0.0), sum((waited for _, waited in totals), 0.0)
+def sum_transfers(
+    seconds: Mapping[int, tuple[float, float]], lines: Iterable[int]
+) -> tuple[float, float]:
+    """Seconds of the transfers that begin in these lines, and those not overlapped.
+
+    Args: seconds: see `TimeEstimate.transfer_seconds`.
+    """
+    totals = [seconds[line] for line in lines]
+    return sum((total for total, _ in totals), 0.0), sum((waited for _, waited in totals), 0.0)
 
 
 def make_segment_lengths(*, rows: int, row_tokens: int, document_tokens: int) -> np.ndarray:
@@ -125,19 +126,27 @@ def estimate_step(
         collective.begin_line: _schedule_collective(collective, ceilings, node_devices)
         for collective in hlo.parse_collectives(text)
     }
-    copies = {
-        kernel.begin_line: _schedule_host_copy(kernel, ceilings)
-        for kernel in kernels
-        if kernel.bytes_from_host or kernel.bytes_to_host
-    }
-    on_device = [kernel for kernel in kernels if kernel.begin_line not in copies]
-    kernel_s = {
-        kernel.line_number: max(
+    copies = {}
+    for kernel in kernels:
+        if copied := max(kernel.bytes_from_host, kernel.bytes_to_host):
+            stream = "to host" if kernel.bytes_to_host == copied else "from host"
+            copy_s = copied / (ceilings.host_gb_s * _GIGA)
+            copies[kernel.begin_line] = ScheduledTransfer(
+                stream, copy_s, kernel.begin_line, kernel.end_line
+            )
+    lines: dict[str, list[int]] = {MATMULS: [], MEMORY_BANDWIDTH: [], DELTA_NETS: []}
+    kernel_s = {}
+    for kernel in kernels:
+        if kernel.begin_line in copies:
+            continue
+        cause = MATMULS if kernel.flops else MEMORY_BANDWIDTH
+        if _IN_DELTA_NET.search(kernel.op_name):
+            cause = DELTA_NETS
+        lines[cause].append(kernel.line_number)
+        kernel_s[kernel.line_number] = max(
             kernel.flops / (kernel.efficiency * ceilings.matmul_tflops * _TERA),
             kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
         )
-        for kernel in on_device
-    }
     forward_flops = flops.attention_flops(spec.model, segment_lengths) / spec.mesh.size
     # five products instead of two: the scores again, and both gradients of both products
     operations = [forward_flops, 2.5 * forward_flops]
@@ -145,54 +154,8 @@ def estimate_step(
         operations[0] *= 2 + spec.remat_policy.num_extra_passes(spec.model.num_layers)
     if spec.scores_pairs_first:
         operations[0] += forward_flops
-    attention_s = _estimate_attention_s(compiled, prefix, operations, ceilings)
-    timeline = simulate(compiled, kernel_s | attention_s, sends | copies)
-    lines: dict[str, list[int]] = {MATMULS: [], MEMORY_BANDWIDTH: [], DELTA_NETS: []}
-    for kernel in on_device:
-        cause = MATMULS if kernel.flops else MEMORY_BANDWIDTH
-        if _IN_DELTA_NET.search(kernel.op_name):
-            cause = DELTA_NETS
-        lines[cause].append(kernel.line_number)
-    lines[ATTENTION] = [*attention_s]
-
-    def sum_runs(field: str) -> float:
-        return sum((kernel.num_runs * getattr(kernel, field) for kernel in kernels), start=0.0)
-
-    estimate = TimeEstimate(
-        hardware_flops=sum_runs("flops") + sum(operations),
-        host_copy_bytes=(sum_runs("bytes_from_host"), sum_runs("bytes_to_host")),
-        seconds={
-            cause: sum((timeline.kernel_seconds[line] for line in of_cause), start=0.0)
-            for cause, of_cause in lines.items()
-        },
-        step_s=timeline.seconds,
-        transfer_seconds={
-            line: (transfer.seconds * timeline.num_runs[line], timeline.exposed_s[line])
-            for line, transfer in (sends | copies).items()
-        },
-    )
-    collectives_s, exposed_collectives_s = estimate.sum_transfers(sends)
-    copies_s, exposed_copies_s = estimate.sum_transfers(copies)
-    transfers = {
-        EXPOSED_COLLECTIVES: exposed_collectives_s,
-        EXPOSED_HOST_COPIES: exposed_copies_s,
-        HIDDEN_COLLECTIVES: collectives_s - exposed_collectives_s,
-        HIDDEN_HOST_COPIES: copies_s - exposed_copies_s,
-    }
-    return dataclasses.replace(estimate, seconds={**estimate.seconds, **transfers})
-
-
-def _estimate_attention_s(
-    compiled: Program, call_prefix: str, operations: Iterable[float], ceilings: Ceilings
-) -> dict[int, float]:
-    """Seconds of one run of each cuDNN call, by line number, assuming equal times for all calls of
-    a direction.
-
-    Args: operations: of all forward and all backward calls.
-    """
-    target = re.compile(re.escape(call_prefix))
-    runs = hlo.count_runs(compiled, lambda line: line.calls(target), include_branches=True)
-    seconds: dict[int, float] = {}
+    attention_s: dict[int, float] = {}
+    runs = hlo.count_runs(compiled, lambda line: line.calls(prefix), include_branches=True)
     rates = (ceilings.attention_forward_tflops, ceilings.attention_backward_tflops)
     for is_backward, num_operations, rate in zip((False, True), operations, rates, strict=True):
         calls = {
@@ -200,8 +163,39 @@ def _estimate_attention_s(
             for line, num_runs in runs
             if ("Backward" in line.attributes) == is_backward
         }
-        seconds |= {line: num_operations / (rate * _TERA) / sum(calls.values()) for line in calls}
-    return seconds
+        if calls:  # they take equal times
+            call_s = num_operations / (rate * _TERA) / sum(calls.values())
+            attention_s |= dict.fromkeys(calls, call_s)
+    lines[ATTENTION] = [*attention_s]
+    timeline = Timeline(compiled, kernel_s | attention_s, sends | copies)
+    timeline.run(compiled.entry, runs=1)
+    transfer_seconds = {
+        line: (transfer.seconds * timeline.num_runs[line], timeline.exposed_s[line])
+        for line, transfer in (sends | copies).items()
+    }
+    seconds = {
+        cause: sum((timeline.kernel_seconds[line] for line in of_cause), start=0.0)
+        for cause, of_cause in lines.items()
+    }
+    collectives_s, exposed_collectives_s = sum_transfers(transfer_seconds, sends)
+    copies_s, exposed_copies_s = sum_transfers(transfer_seconds, copies)
+    seconds |= {
+        EXPOSED_COLLECTIVES: exposed_collectives_s,
+        EXPOSED_HOST_COPIES: exposed_copies_s,
+        HIDDEN_COLLECTIVES: collectives_s - exposed_collectives_s,
+        HIDDEN_HOST_COPIES: copies_s - exposed_copies_s,
+    }
+
+    def sum_runs(field: str) -> float:
+        return sum((kernel.num_runs * getattr(kernel, field) for kernel in kernels), start=0.0)
+
+    return TimeEstimate(
+        hardware_flops=sum_runs("flops") + sum(operations),
+        host_copy_bytes=(sum_runs("bytes_from_host"), sum_runs("bytes_to_host")),
+        seconds=seconds,
+        step_s=timeline.seconds,
+        transfer_seconds=transfer_seconds,
+    )
 
 
 # Schedule
@@ -241,30 +235,6 @@ def _schedule_collective(
     return ScheduledTransfer(stream, seconds, collective.begin_line, collective.end_line)
 
 
-def _schedule_host_copy(kernel: KernelCost, ceilings: Ceilings) -> ScheduledTransfer:
-    """Schedules a copy on the stream of its direction."""
-    num_bytes = max(kernel.bytes_from_host, kernel.bytes_to_host)
-    stream = "to host" if kernel.bytes_to_host == num_bytes else "from host"
-    seconds = num_bytes / (ceilings.host_gb_s * _GIGA)
-    return ScheduledTransfer(stream, seconds, kernel.begin_line, kernel.end_line)
-
-
-def simulate(
-    compiled: Program,
-    kernel_seconds: Mapping[int, float],
-    transfers: Mapping[int, ScheduledTransfer],
-) -> "Timeline":
-    """Simulates a program.
-
-    Args:
-        kernel_seconds: seconds of one run of each kernel, by line number.
-        transfers: collectives and host copies, by the line number where they begin.
-    """
-    timeline = Timeline(compiled, kernel_seconds, transfers)
-    timeline.run(compiled.entry, runs=1)
-    return timeline
-
-
 class _TransferRun(NamedTuple):
     """One run of a transfer. Times are in seconds from the beginning of the program."""
 
@@ -283,6 +253,8 @@ class Timeline:
         kernels: Mapping[int, float],
         transfers: Mapping[int, ScheduledTransfer],
     ):
+        """Args: kernels: seconds of one run of each, by line number. transfers: collectives and
+        host copies, by the line number where they begin."""
         self._program = compiled
         self._kernels = kernels
         self._transfers = transfers
@@ -331,16 +303,15 @@ class Timeline:
                 self.kernel_seconds[line.line_number] += seconds * fraction * runs
             if line.opcode == "while":
                 self._run_loop(line, runs, fraction)
-            elif kinds := hlo.find_kind_fractions(line):
-                for called, part in kinds.items():
-                    if part:
-                        self.run(called, runs=runs, fraction=fraction * part)
-            elif line.opcode == "conditional":
-                slowest = max(line.called_computations, key=self._simulate_branch)
-                self.run(slowest, runs=runs, fraction=fraction)
+                continue
+            fractions = hlo.find_kind_fractions(line)
+            if line.opcode == "conditional" and not fractions:
+                fractions = {max(line.called_computations, key=self._simulate_branch): 1.0}
             elif line.opcode in ("call", "async-start"):
-                for called in line.called_computations:
-                    self.run(called, runs=runs, fraction=fraction)
+                fractions = dict.fromkeys(line.called_computations, 1.0)
+            for called, part in fractions.items():
+                if part:
+                    self.run(called, runs=runs, fraction=fraction * part)
 
     def _wait(self, ended: ScheduledTransfer, runs: int) -> None:
         """Lets the compute stream wait for a transfer. Time in which an earlier one of its queue

@@ -7,16 +7,16 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxsp.attention.choice import describe_choice
+from jaxsp.attention.selection import describe_choice
 from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
+from jaxsp.core import durations
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.evaluation import retrieval
 from jaxsp.hf import context_range, multimodal
 from jaxsp.optimizers import optimizer
 from jaxsp.planning import descriptions
-from jaxsp.run import run_directory
 from jaxsp.run.run import Run
 from jaxsp.sharding import sharding
 from jaxsp.system import device_mesh
@@ -68,9 +68,6 @@ def describe_run(run: Run) -> list[BannerEntry]:
         attention_short += f" ({choice.kernel.name} because {choice.fallback_reason})"
     xla = spec.compile_options.description
     has_xla_options = config.run.deterministic or bool(config.run.xla_options)
-    output = run_directory.describe(
-        config, has_eval_sets=bool(run.eval_sets), first_step=start.step
-    )
     return [
         BannerEntry("training", f"{steps}; learning rate {config.optimizer.learning_rate:g}"),
         BannerEntry("batch", batch),
@@ -95,16 +92,13 @@ def describe_run(run: Run) -> list[BannerEntry]:
         BannerEntry("memory", descriptions.describe(spec), short=""),
         # to all if the config has some
         BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
-        BannerEntry("output", *output),
+        BannerEntry("output", *_describe_output(run)),
     ]
 
 
 def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tuple[str, str]]:
-    """Pairs of a label and a text: of the whole banner, or of the short one."""
-    pairs = [
-        (entry.label, entry.text if is_verbose or entry.short is None else entry.short)
-        for entry in entries
-    ]
+    """Pairs of a label and a text of the whole banner, or of the short one."""
+    pairs = [(x.label, x.text if is_verbose or x.short is None else x.short) for x in entries]
     return [pair for pair in pairs if pair[1]]
 
 
@@ -146,3 +140,28 @@ def _describe_evaluation(run: Run) -> str:
         patience = format_count(config.early_stopping_patience, "evaluation")
         text += f"; the run stops after {patience} without improvement"
     return text
+
+
+def _describe_output(run: Run) -> tuple[str, str]:
+    """Describes what is written: all names, and the directory with the times of checkpoints."""
+    config = run.config.run
+    logging = run.config.logging
+    profiled = logging.profile_steps
+    names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
+    names += ["eval.jsonl"] if run.eval_sets else []
+    names += ["tasks.jsonl"] if run.config.eval.tasks else []
+    names += ["samples.jsonl"] if config.generate_samples else []
+    names += ["profile/"] if profiled is not None and profiled[0] > run.start.step else []
+    names += [f"{tracker.folder}/" for tracker in logging.trackers if tracker.folder]
+    times = "at the end"
+    every = config.save_every
+    if every == "epoch":
+        times = "after every epoch"
+    elif isinstance(every, int):
+        times = f"every {format_count(every, 'step')} and at the end"
+    elif every is not None:
+        times = f"every {durations.to_text(every)} and at the end"
+    names += ["model/", f"checkpoints/ ({times})"]
+    directory = config.directory
+    short = f"{directory}, with a checkpoint {times}; details: {directory}/banner.txt"
+    return f"{directory}: {', '.join(names)}", short

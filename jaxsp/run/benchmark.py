@@ -19,7 +19,6 @@ from jaxsp.attention.strategies.workload import HasHeads
 from jaxsp.core import durations, units
 from jaxsp.core.errors import UserError
 from jaxsp.planning import fit, gpus, meshes, report, step_time
-from jaxsp.planning.fit import CompiledStep
 from jaxsp.run import build, config_file, metrics
 from jaxsp.run.config_file import Config
 from jaxsp.system import hardware
@@ -49,10 +48,7 @@ Results = Mapping[str, BenchmarkResult | str]  # by mesh; a text tells why one c
 
 
 def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
-    """Times steps of a config from its initial weights.
-
-    Raises: UserError for a config that cannot train here, and for a loss that is not finite.
-    """
+    """Times steps of a config from its initial weights. Raises: UserError"""
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
         fields = {"steps": 1 + num_steps, "epochs": None, "resume": "never"}
         config = config.with_fields(
@@ -78,6 +74,15 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     if not np.isfinite(losses).all():
         raise UserError(f"the loss is not finite: {losses}")
     step_s = statistics.median(seconds[1:])
+    estimate = None
+    if (gpu := gpus.find_by_device_kind(jax.devices()[0].device_kind)) is not None:
+        estimate = step_time.estimate_step(
+            step.spec,
+            step.executable.as_text() or "",
+            ceilings=gpu.ceilings,
+            node_devices=step.spec.mesh.size,
+            segment_lengths=segment_lengths,
+        )
     return BenchmarkResult(
         mesh=report.format_mesh(run.spec.mesh.shape),
         losses=losses,
@@ -87,31 +92,15 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         peak_gib=metrics.peak_gib(jax.local_devices()),
         device_gib=step.memory_use.device_total / units.GIB,
         remat=step.spec.remat_policy.remat,
-        step_s_estimate=_estimate_step_s(step, segment_lengths),
+        step_s_estimate=None if estimate is None else estimate.step_s,
     )
-
-
-def _estimate_step_s(step: CompiledStep, segment_lengths: np.ndarray) -> float | None:
-    if (gpu := gpus.find_by_device_kind(jax.devices()[0].device_kind)) is None:
-        return None
-    estimate = step_time.estimate_step(
-        step.spec,
-        step.executable.as_text() or "",
-        ceilings=gpu.ceilings,
-        node_devices=step.spec.mesh.size,
-        segment_lengths=segment_lengths,
-    )
-    return None if estimate is None else estimate.step_s
 
 
 def benchmark_meshes(
     path: str, overrides: Sequence[str], num_steps: int, model: HasHeads, show: Callable[[str], Any]
 ) -> Results:
-    """Runs every mesh, with every strategy that `auto` may choose there, for a few steps.
-
-    Each has a process of its own, for its peak memory. Those that cannot run are the last.
-    Raises: UserError if none can.
-    """
+    """Runs every mesh and strategy that `auto` may choose, each in a process of its own, for its
+    peak memory. Raises: UserError if none can run."""
     config = config_file.load(path, list(overrides))
     num_devices = config.mesh.virtual_cpu_devices or hardware.count_gpus(os.environ) or 1
     results: dict[str, BenchmarkResult | str] = {}

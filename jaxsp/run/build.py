@@ -6,26 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
+from jaxsp.data.tokenization import encoding
 from jaxsp.evaluation import long_ppl
+from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import token_ids
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import candidates, memory_problems
-from jaxsp.run import (
-    data_sets,
-    initial_weights,
-    model_files,
-    resume,
-    stop_tokens,
-    task_samples,
-)
+from jaxsp.run import data_sets, initial_weights, model_files, resume, stop_tokens
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel, Run, StartPoint
 from jaxsp.system import device_mesh
+from jaxsp.tasks.task import Sample
 from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
 
@@ -54,17 +51,16 @@ def build_training(
     prepared = prepare_model(
         config, devices=devices, problems=problems, hf_config=hf_config, model_dir=model_dir
     )
-    choices = {
-        "mesh.seq": config.mesh.seq,
-        "batch.rows_per_microbatch": config.batch.rows_per_microbatch,
-    }
+    fields = ("mesh.seq", "batch.rows_per_microbatch")
+    choices = (config.mesh.seq, config.batch.rows_per_microbatch)
     config = prepared.config
     train_set = prepared.train_set
     assert train_set is not None, "prepared for training"
     start = StartPoint()
     if checkpoint is not None:
-        model = prepared.spec.model
-        start = resume.make_start_point(checkpoint, config, model=model, data=train_set)
+        start = resume.make_start_point(
+            checkpoint, config, model=prepared.spec.model, data=train_set
+        )
     schedule = resume.make_schedule(config, start, train_set)
     num_steps = start.step + len(schedule)
     profiled = config.logging.profile_steps
@@ -89,7 +85,9 @@ def build_training(
         stop_ids=stop_tokens.list_stop_ids(
             prepared.hf_config, prepared.small_files, prepared.tokenizer
         ),
-        automatic_fields=frozenset(field for field, value in choices.items() if value == "auto"),
+        automatic_fields=frozenset(
+            x for x, value in zip(fields, choices, strict=True) if value == "auto"
+        ),
     )
 
 
@@ -105,23 +103,20 @@ def prepare_model(
     """Reads the model and the data sets of a config, and chooses the mesh.
 
     Args:
-        problems: problems found before.
         for_training: also read data.train, and require steps that divide into microbatches.
         hf_config: fields of the model's config.json from a checkpoint, instead of model.source.
         model_dir: the run's copy of the model's small files; its tokenizer is used first.
-    Raises: UserError with all problems at once; those of the data's contents only if the rest is
-        right.
+    Raises: UserError as `build_training`, with `problems` found before.
     """
     with problems.collect():
         config = data_sets.inline_chat_template(config)
     with problems.collect():
         if config.eval.long_ppl:
             long_ppl.check(config.data.row_tokens)
-    files = None
+    source = model = None
     with problems.collect():
-        files = model_files.read_model(config, hf_config)
-    model = None if files is None else files.adapter.model
-    source = None if files is None else files.folder
+        source, hf_config, adapter = model_files.read_model(config, hf_config)
+        model = adapter.model
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = None
     with problems.collect():
@@ -131,18 +126,15 @@ def prepare_model(
     spec = _resolve_step(config.step, model, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
-    assert files is not None
+    assert hf_config is not None
     assert spec is not None
     config = config.with_fields(
         mesh={"seq": spec.config.mesh.seq},
         batch={"rows_per_microbatch": spec.config.rows_per_microbatch},
-    ).model_copy(update={"adapter": files.adapter.config})
+    ).model_copy(update={"adapter": adapter.config})
+    vocab_size = spec.model.vocab_size
     train, evals = data_sets.make_data_sets(
-        opened,
-        config,
-        tokenizer,
-        vocab_size=spec.model.vocab_size,
-        for_training=for_training,
+        opened, config, tokenizer, vocab_size=vocab_size, for_training=for_training
     )
     rows_per_step = config.batch.rows_per_step
     num_split_pairs = 0 if train is None else train.num_split_pairs
@@ -162,15 +154,15 @@ def prepare_model(
             num_steps=config.run.steps or 1,
             has_split_pairs=num_split_pairs > 0,
         ),
-        hf_config=stops.add_to(token_ids.add(files.hf_config, tokenizer)),
+        hf_config=stops.add_to(token_ids.add(hf_config, tokenizer)),
         model_folder=source,
-        adapter_folder=files.adapter.folder,
+        adapter_folder=adapter.folder,
         model_dir=model_dir,
         tokenizer=tokenizer,
         stop_tokens=stops,
         train_set=train,
         eval_sets=evals,
-        task_samples=task_samples.make(config, tokenizer),
+        task_samples=_make_task_samples(config, tokenizer),
     )
 
 
@@ -182,10 +174,7 @@ def _resolve_step(
     *,
     for_training: bool,
 ) -> StepSpec | None:
-    """Chooses the mesh, the rows of a microbatch and the attention, and checks the step.
-
-    Returns: None if there are problems.
-    """
+    """Chooses the mesh, the rows of a microbatch and the attention; None if there are problems."""
     spec = None
     if model is not None:
         with problems.collect():
@@ -207,3 +196,31 @@ def _resolve_step(
     if for_training and model is not None:
         problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     return spec
+
+
+def _make_task_samples(config: Config, tokenizer: Any) -> Samples:
+    """Samples of `eval.tasks`, by task; prompts begin as every text of the tokenizer."""
+    if not config.eval.tasks:
+        return {}
+    if config.objective.type == "reward":
+        raise UserError(
+            "eval.tasks: a reward model predicts no tokens, so it has no answers. Leave the tasks "
+            "out."
+        )
+    first_ids = np.array(encoding.surrounding_tokens(tokenizer)[0], np.int32)
+    tokenize = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    made: dict[str, list[Sample]] = {}
+    problems = ProblemCollector()
+    for number, task in enumerate(config.eval.tasks):
+        field = f"eval.tasks.{number}.lengths"
+        for length in task.lengths:
+            with problems.collect():
+                samples = task.make_samples(
+                    tokenize, length=length, reserved_tokens=len(first_ids), field=field
+                )
+                made.setdefault(task.task, []).extend(
+                    dataclasses.replace(sample, prompt_ids=np.append(first_ids, sample.prompt_ids))
+                    for sample in samples
+                )
+    problems.raise_if_any()
+    return made

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -10,21 +11,15 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.core import durations
 from jaxsp.core.errors import NeedsAttentionError
-from jaxsp.evaluation import evaluator
-from jaxsp.run.run_config import RunConfig
+from jaxsp.run.run_config import RunConfig, is_due
 from jaxsp.training.train_state import TrainState
-
-
-def count(run: RunConfig, num_steps: int) -> int:
-    """Returns the maximum number of checkpoints that a run writes in a number of steps."""
-    return num_steps // (run.save_steps or 1) + 1 if run.save_every else 1
 
 
 class CheckpointSchedule:
     """Writes checkpoints when they are due, identically in all processes.
 
-    A failed write does not end the run: it is printed, and the next write is due after RETRY_S, or
-    earlier by the schedule. After the last step, the write is repeated after FINAL_RETRY_WAITS_S.
+    After a failed write, training continues, and the next is due after RETRY_S or earlier by the
+    schedule; after the last step, after FINAL_RETRY_WAITS_S.
     """
 
     RETRY_S = 60.0
@@ -65,39 +60,35 @@ class CheckpointSchedule:
     def is_due(self, step: int) -> bool:
         """True if a checkpoint is due after this step.
 
-        Clocks of processes differ, so process 0 decides. To receive its decision, all processes
-        wait for the running step. Therefore the time is checked only after half of the expected
-        steps, then after half of the remaining ones: a few times for each checkpoint.
+        Clocks differ, so process 0 decides, and all wait for its decision and the running step.
+        Therefore the time is checked only after half of the expected steps, then after half of the
+        remaining ones: a few times for each checkpoint.
         """
         now = time.monotonic()
+        every = self._config.save_every
         if self._writer.is_uploading:
-            self._is_deferred |= evaluator.is_due(self._config.save_steps, step)
+            self._is_deferred |= is_due(every, step)
             return False
         if self._is_deferred:
             self._is_deferred = False
             return True
         if self._upload_failure is not None:
             return True  # the last one, before the run ends
-        if (
-            self._failure is not None
-            and broadcast_from_first(now - self._failed_at) >= self.RETRY_S
-        ):
+        failed_s = now - self._failed_at
+        if self._failure is not None and broadcast_from_first(failed_s) >= self.RETRY_S:
             return True
-        if self._config.save_interval is None:
-            return evaluator.is_due(self._config.save_steps, step)
+        if not isinstance(every, timedelta):
+            return is_due(every, step)
         if step < self._next_check_step:
             return False
         elapsed_s = broadcast_from_first(time.monotonic() - self._saved_at)
-        left_s = self._config.save_interval.total_seconds() - elapsed_s
+        left_s = every.total_seconds() - elapsed_s
         step_s = elapsed_s / (step - self._from_step)
         self._next_check_step = step + max(1, int(left_s / step_s / 2))
         return left_s <= 0
 
     def save(self, state: TrainState, meta: CheckpointMeta, *, is_last: bool = False) -> float:
-        """Waits for the previous write, starts the next, and returns the seconds that this took.
-
-        Args: is_last: True if no step follows.
-        """
+        """Waits for the previous write, starts the next, and returns the seconds that this took."""
         began = time.monotonic()
         self._report_outcome(self._writer.poll(wait=True))
         if is_last and self._retry_waits_s is None:
@@ -112,10 +103,7 @@ class CheckpointSchedule:
         return self._waited_s
 
     def finish(self, state: TrainState, meta: CheckpointMeta) -> None:
-        """Writes the last state if it has not been written.
-
-        Raises: NeedsAttentionError if every attempt fails.
-        """
+        """Writes the last state, unless it is. Raises: NeedsAttentionError if all attempts fail."""
         if self._from_step < meta.step:
             self.save(state, meta, is_last=True)
         waits_s = self._retry_waits_s = self._retry_waits_s or [*self.FINAL_RETRY_WAITS_S]

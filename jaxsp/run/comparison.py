@@ -33,22 +33,18 @@ RESULT_FILES = (metrics.EVAL_FILE, metrics.TASKS_FILE, metrics.HARNESS_FILE)
 
 def find_file(path: pathlib.Path, line: Line) -> pathlib.Path:
     """File of a line of results: in a run's directory, or the path itself."""
-    if not path.is_dir():
-        return path
-    return path / RESULT_FILES[2 if "lm_eval" in line else int("task" in line)]
+    name = RESULT_FILES[2 if "lm_eval" in line else int("task" in line)]
+    return path / name if path.is_dir() else path
 
 
 def list_files(path: str | pathlib.Path) -> list[pathlib.Path]:
-    """Files with the results in a path: itself, or those of a run's directory."""
+    """Files of results: the path, or those of a run's directory."""
     path = pathlib.Path(path)
     return [path / name for name in RESULT_FILES] if path.is_dir() else [path]
 
 
 def read(path: str | pathlib.Path) -> list[Line]:
-    """Reads the results in a file of `jaxsp eval --out`, or in a run's directory, by step.
-
-    Raises: UserError if there are none.
-    """
+    """Reads the results of `jaxsp eval --out`, or of a run, by step. Raises: UserError"""
     texts = [file.read_bytes() for file in list_files(path) if file.is_file()]
     lines = [files.parse_json(line) or {} for text in texts for line in text.splitlines()]
     lines = [line for line in lines if _name(line) and list_numbers(line)]
@@ -64,10 +60,7 @@ def read(path: str | pathlib.Path) -> list[Line]:
 
 
 def list_differences(line: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Settings of a line that make its numbers differ from those of another one of the same name.
-
-    Example: `["rows of 32,768 tokens", "float32 compute"]`.
-    """
+    """Settings that make two lines of a name differ, such as `["rows of 32,768 tokens"]`."""
     common = line.keys() & other.keys()
     changed = {name for name in common if line[name] != other[name]}
     texts = []
@@ -82,10 +75,7 @@ def list_differences(line: Mapping[str, Any], other: Mapping[str, Any]) -> list[
 
 
 def group(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """Returns lines by what was evaluated, and by settings that are not those of its first line.
-
-    Example: `{"books": [...], "books, float32 compute": [...]}`.
-    """
+    """Lines by what was evaluated, and by settings that are not those of its first line."""
     groups: dict[str, list[Line]] = {}
     first: dict[str, Line] = {}
     for line in filter(_name, lines):
@@ -98,10 +88,7 @@ def group(lines: Sequence[Line]) -> dict[str, list[Line]]:
 def print_table(
     console: rich.console.Console, lines_before: Sequence[Line], lines_after: Sequence[Line]
 ) -> None:
-    """Prints the numbers of two models, their differences, and settings that differ.
-
-    Of several lines of a name, the last one counts.
-    """
+    """Prints the last numbers of each name of two models, their differences, and other settings."""
     before, after = ({_name(x): x for x in lines} for lines in (lines_before, lines_after))
     table = rich.table.Table(box=None, pad_edge=False)
     for header in ("", "", "before", "after", "difference"):

@@ -1,22 +1,22 @@
 """Config of a run: all sections, and loading them from YAML."""
 
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any
 
 from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
-from jaxsp.config import config_file
+from jaxsp.config import config_file, yaml_io
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.config_file import read, save
 from jaxsp.config.fields import ConfigSection
+from jaxsp.core import errors
 from jaxsp.data.data_config import BatchConfig, DataConfig
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.objective import Objective, Sft
-from jaxsp.objectives.registry import OBJECTIVE
+from jaxsp.objectives.registry import OBJECTIVE, OBJECTIVES
 from jaxsp.optimizers.registry import OPTIMIZER, Optimizer
-from jaxsp.run import check
 from jaxsp.run.run_config import RunConfig
 from jaxsp.run.trackers.logging_config import LoggingConfig
 from jaxsp.system.mesh_config import MeshConfig
@@ -79,6 +79,130 @@ class Config(ConfigSection):
 SCHEMA = Schema(Config)
 
 
+_EVAL_SUGGESTION = (
+    "Name a data set: data.eval='[{source: held-out/*.txt, format: text}]', "
+    "or hold out training documents: data.eval_fraction=0.05."
+)
+
+
+def _check_length(run: RunConfig) -> Iterator[str]:
+    if run.steps is None and run.epochs is None:
+        yield (
+            "run.steps, run.epochs: missing. Set one of them for the length of training, for "
+            "example run.epochs=1."
+        )
+    elif run.steps is not None and run.epochs is not None:
+        yield (
+            f"run.steps = {run.steps}, run.epochs = {run.epochs}: only one of them may be set. "
+            "Write run.steps=null or run.epochs=null."
+        )
+
+
+def _check_sections(
+    data: DataConfig, objective: Objective, adapter: AdapterConfig, eval: EvalConfig
+) -> Iterator[str]:
+    for name in ("train", "eval"):
+        for number, source in enumerate(getattr(data, name)):
+            field = f"data.{name}.{number}.format = {source.format}"
+            if objective.format is None and source.num_documents > 1:
+                fitting = [
+                    f"objective.type={own.model_fields['type'].default}"
+                    for own in OBJECTIVES
+                    if own.format == source.format
+                ]
+                yield (
+                    f"{field}: needs an objective for it. Set {errors.format_choices(fitting)}, or "
+                    "train on the chosen answers: format: prompt_completion, fields: {completion: "
+                    "chosen}."
+                )
+            if objective.format not in (None, source.format):
+                yield (
+                    f"{field}: objective.type = {objective.type} needs records of format "
+                    f"{objective.format}. Use format: {objective.format}, or objective.type=sft."
+                )
+    if objective.format is not None and data.max_segments_per_row < 2:
+        yield (
+            f"data.max_segments_per_row = {data.max_segments_per_row}: must be at least 2 "
+            f"with objective.type = {objective.type}, so that a row holds a pair of documents. "
+            "Use 2 or more."
+        )
+    if objective.type == "reward" and "lm_head" in adapter.modules_to_save:
+        saved = yaml_io.format_value(list(adapter.modules_to_save))
+        yield (
+            f"adapter.modules_to_save = {saved}: a reward model has no "
+            "lm_head; its head, score, is always trained. Leave lm_head out."
+        )
+    if eval.long_ppl and not data.eval_names:
+        yield f"eval.long_ppl = true: needs an eval set. {_EVAL_SUGGESTION}"
+    if eval.long_ppl and not isinstance(objective, Sft):
+        yield (
+            "eval.long_ppl = true: is the perplexity of texts, and objective.type = "
+            f"{objective.type} compares answers. Use eval.long_ppl=false."
+        )
+
+
+def _check_training(
+    run: RunConfig,
+    data: DataConfig,
+    objective: Objective,
+    eval: EvalConfig,
+    checkpoint: CheckpointConfig,
+) -> Iterator[str]:
+    if run.epochs is not None and any(source.weight is not None for source in data.train):
+        yield (
+            "data.train.0.weight: must not be set with run.epochs, because weighted sources end at "
+            "different times and are repeated. Set run.steps, or leave the weights out."
+        )
+    names = data.eval_names
+    patience = run.early_stopping_patience
+    best_eval = checkpoint.best_eval
+    if best_eval and not checkpoint.keep_best and patience is None:
+        yield (
+            f"checkpoint.best_eval = {best_eval}: has no effect, because checkpoint.keep_best is 0 "
+            "and run.early_stopping_patience is null. "
+            "Set checkpoint.keep_best=1, or checkpoint.best_eval=null."
+        )
+    elif checkpoint.keep_best and not names:
+        yield (
+            f"checkpoint.keep_best = {checkpoint.keep_best}: needs an eval set, whose loss ranks "
+            f"the checkpoints. {_EVAL_SUGGESTION}"
+        )
+    elif best_eval is not None and best_eval not in names:
+        yield (
+            f"checkpoint.best_eval = {best_eval}: must be the name of an eval set. "
+            f"Use {errors.format_choices([*names, 'null'])}."
+        )
+    if run.eval_at_start and not (names or eval.tasks):
+        yield f"run.eval_at_start = true: needs an eval set or eval.tasks. {_EVAL_SUGGESTION}"
+    samples = f"run.generate_samples = {run.generate_samples}"
+    if run.generate_samples and not names:
+        yield f"{samples}: needs an eval set. {_EVAL_SUGGESTION}"
+    if run.generate_samples and objective.type == "reward":
+        yield (
+            f"{samples}: objective.type = reward trains a model that generates no text. Use "
+            "run.generate_samples=0."
+        )
+    if patience is None:
+        return
+    without = {
+        "reward_accuracy": ("sft", "kto"),
+        "reward_margin": ("sft",),
+        "token_accuracy": ("reward",),
+    }
+    metric = run.early_stopping_metric
+    if objective.type in without.get(metric, ()):
+        yield (
+            f"run.early_stopping_metric = {metric}: objective.type = {objective.type} does not "
+            "have it. Use run.early_stopping_metric=loss."
+        )
+    setting = f"run.early_stopping_patience = {patience}"
+    evaluates_checkpoints = checkpoint.keep_best and run.save_every is not None
+    if not names:
+        yield f"{setting}: needs an eval set. {_EVAL_SUGGESTION}"
+    elif run.eval_every is None and not evaluates_checkpoints:
+        yield f"{setting}: needs an evaluation before the last step. Set run.eval_every=100."
+
+
 def load(path: str | pathlib.Path, changes: Sequence[str]) -> Config:
     """Loads a YAML file, changed by `key.path=value` words. Raises: UserError with all problems."""
     return parse(read(path), changes, name=str(path))
@@ -93,7 +217,8 @@ def parse(
     unneeded: Collection[str] = (),
 ) -> Config:
     """Checks nested fields: see `config.config_file.parse`."""
-    rules = (*check.RULES, *(check.TRAINING_RULES if trains else ()))
+    # between sections, called if these sections are valid
+    rules = (_check_sections, *((_check_length, _check_training) if trains else ()))
     return config_file.parse(
         SCHEMA, fields, changes, rules=rules, name=name, trains=trains, unneeded=unneeded
     )

@@ -2,10 +2,9 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import rich.console
 
 from jaxsp.blocks.config import ModelConfig
@@ -41,10 +40,7 @@ class OpenedSources:
 
 
 def inline_chat_template(config: Config) -> Config:
-    """Replaces the file name of a chat template by its text, so that a run contains all it needs.
-
-    Raises: UserError if the template cannot be read.
-    """
+    """Replaces the file name of a chat template by its text: a run contains all it needs."""
     template = config.data.chat_template
     if template is None:
         return config
@@ -73,9 +69,7 @@ def open_sources(
             if name in names[:number]
         ]
     with problems.collect():
-        sources.check_no_duplicates(
-            {field: source for field, source in train.items() if field in records}
-        )
+        sources.check_no_duplicates({field: records[field] for field in train if field in records})
     have_text = any(source.needs_tokenizer for source in (train | evals).values())
     return OpenedSources(train=train, evals=evals, records=records, have_text=have_text)
 
@@ -94,8 +88,7 @@ def make_data_sets(
 ) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
     """Tokenizes and packs the training set (None unless `for_training`) and the eval sets.
 
-    Each eval source is one eval set. Records held out by data.eval_fraction are one more. Damaged
-    caches are rebuilt.
+    Records held out by data.eval_fraction are one more eval set. Damaged caches are rebuilt.
 
     Raises: UserError with the problems of all sources; DamagedCacheError for a file that is damaged
         again.
@@ -118,8 +111,6 @@ def make_data_sets(
                 with problems.collect(), at(f"{field}.source", source.source):
                     tokenized[field] = tokenize.tokenize_dataset(
                         opened.records[field],
-                        source=source,
-                        data=config.data,
                         tokenizer=tokenizer,
                         vocab_size=vocab_size,
                         vocab_suggestion=suggestion,
@@ -140,82 +131,76 @@ def _pack_sources(
     *,
     for_training: bool,
 ) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
-    """Packs the training set (None unless `for_training`) and the eval sets."""
-    masks = None
+    names = _list_names(opened.train)
+    held_out = None  # for each source, which records are
     if config.data.eval_fraction is not None:
-        masks = row_reader.select_records(
+        held_out = row_reader.select_records(
             [tokenized[field].dataset for field in opened.train],
-            source_names=_list_names(opened.train),
+            source_names=names,
             fraction=config.data.eval_fraction,
             seed=config.run.seed,
         )
 
     def pack(
-        name: str,
-        field: str,
-        members: Mapping[str, Source],
-        masks: Sequence[np.ndarray] | None = None,
-        *,
-        use_held_out: bool = False,
+        name: str, field: str, members: Mapping[str, Source], masks: Any, *, is_held_out: bool
     ) -> PackedDataset:
-        """Packs one data set. Args: masks: for each source, which records are held out;
-        use_held_out: use these records instead of the others."""
+        """Packs the records that are held out by the masks, or the others."""
         parts = [tokenized[member] for member in members]
         with at(field):
             documents = Documents(
                 [part.dataset for part in parts],
                 source_names=_list_names(members),
                 held_out=masks,
-                use_held_out=use_held_out,
+                use_held_out=is_held_out,
                 row_tokens=config.data.row_tokens,
                 long_documents=config.data.long_documents,
                 stats=[part.stats for part in parts],
                 has_scores=config.objective.type == "reward",
             )
-        weights = [source.weight for source in members.values() if source.weight is not None]
         digests = [part.stats.digest for part in parts]
         if masks is not None:
             digests = [
-                row_reader.digest_split(digest, mask, is_held_out=use_held_out)
+                row_reader.digest_split(digest, mask, is_held_out=is_held_out)
                 for digest, mask in zip(digests, masks, strict=True)
             ]
+        weights = [source.weight for source in members.values() if source.weight is not None]
+        has_weights = weights and len(members) > 1 and not is_held_out
         return dataset.pack_documents(
             name,
             documents,
             **config.step.packing,
             digests=digests,
-            source_weights=weights if weights and len(members) > 1 and not use_held_out else None,
+            source_weights=weights if has_weights else None,
         )
 
     evals = [
-        pack(name, f"{field}.source", {field: source})
+        pack(name, f"{field}.source", {field: source}, None, is_held_out=False)
         for name, (field, source) in zip(
             _list_names(opened.evals), opened.evals.items(), strict=True
         )
     ]
-    if masks is not None:
+    if held_out is not None:
         name = row_reader.EVAL_SET_NAME
-        evals.append(pack(name, "data.eval_fraction", opened.train, masks, use_held_out=True))
-    train = pack("train", "data.train", opened.train, masks) if for_training else None
+        evals.append(pack(name, "data.eval_fraction", opened.train, held_out, is_held_out=True))
+    train = None
+    if for_training:
+        train = pack("train", "data.train", opened.train, held_out, is_held_out=False)
     return train, tuple(evals)
 
 
 def prepare_data(config: Config, console: rich.console.Console) -> None:
-    """Reads, tokenizes and packs data as training does, which then finds the tokens in the cache.
-
-    Printed by `jaxsp train CONFIG.yaml --prepare-data`. Raises: UserError with all problems.
-    """
+    """Reads, tokenizes and packs data into the caches of training. Raises: UserError"""
     problems = ProblemCollector()
     mesh = config.mesh
     if mesh.seq != "auto":  # the number of devices is unknown
         sizes = {axes.REPLICA: mesh.replica, axes.DATA: max(mesh.data, 1), axes.SEQ: mesh.degree}
         with_rows = config.step.with_one_row_for_auto()
         problems += find_division_problems(with_rows, sizes, layout=None)
-    files = None
+    source = model = None
     with problems.collect():
-        files = model_files.read_model(config)
-    model = None if files is None else files.adapter.model
-    print_data(config, None if files is None else files.folder, model, console, problems)
+        source, _, adapter = model_files.read_model(config)
+        model = adapter.model
+    print_data(config, source, model, console, problems)
 
 
 def print_data(
@@ -228,7 +213,7 @@ def print_data(
     """Prepares the data sets of a config, and prints their rows and steps.
 
     Args: source, model: None if they have reported a problem. problems: found before.
-    Returns: the steps of the run. Raises: UserError with all problems.
+    Returns: the steps of the run.
     """
     config = inline_chat_template(config)
     opened = open_sources(config, for_training=True, problems=problems)

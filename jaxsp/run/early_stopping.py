@@ -13,16 +13,12 @@ from jaxsp.run.run_config import RunConfig
 
 
 class EarlyStopping:
-    """Counts evaluations without improvement on one eval set.
-
-    An improvement is a value that is better than the best by more than
-    run.early_stopping_min_delta: a lower loss, or a higher value of another metric. A value that is
-    not finite is no improvement.
+    """Counts evaluations without improvement on one eval set; a value that is not finite is none.
 
     Args:
-        eval_set: name and digest of the eval set, as returned by evaluator.identify_eval_set.
-        resumed_state: `state` of the checkpoint that the run resumes from. It is ignored if it
-            belongs to other tokens or another metric; the name of the eval set may differ.
+        eval_set: see `evaluator.identify_eval_set`.
+        resumed_state: of the checkpoint to resume from; ignored if it is of other tokens or another
+            metric. The name of the eval set may differ.
     """
 
     def __init__(

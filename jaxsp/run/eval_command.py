@@ -10,7 +10,7 @@ import rich.console
 
 from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
-from jaxsp.core import urls
+from jaxsp.core import paths
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
 from jaxsp.evaluation import task_plots
@@ -18,14 +18,7 @@ from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation import generator
 from jaxsp.hf import context_range
-from jaxsp.run import (
-    comparison,
-    config_file,
-    given_model,
-    jax_limits,
-    model_files,
-    stop_tokens,
-)
+from jaxsp.run import comparison, config_file, given_model, jax_limits, model_files, stop_tokens
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
 from jaxsp.run.given_model import GivenModel
@@ -46,16 +39,12 @@ def evaluate(
     lm_eval: str | None,
     harness_options: dict[str, Any],
 ) -> None:
-    """Evaluates a model, prints its results, and appends them to files.
-
-    Args: see `jaxsp eval --help`, and `harness.find_tasks`.
-    Raises: UserError with every problem found before the first row is read.
-    """
+    """Evaluates a model, prints its results, and appends them to files: see `jaxsp eval --help`."""
     before = None if baseline is None else comparison.read(baseline)
     given = given_model.find(what)
     config = _load_config(given, config_path, changes, needs_data=lm_eval is None)
     run = None if given.checkpoint is None else run_paths.find_run_dir(given.checkpoint)
-    target = _choose_target(out, None if urls.is_url(what) else run, baseline)
+    target = _choose_target(out, None if paths.is_url(what) else run, baseline)
     jax_limits.start(config, process)
     tasks = None
     if lm_eval is not None:
@@ -75,25 +64,29 @@ def evaluate(
         run_dir=run,
         is_resume=True,
     )
-    if reference.list_missing(resolved.eval_sets):
-        if given.checkpoint is None:
-            raise UserError(
-                f"objective.type = {spec.config.objective.type}: needs a reference model, which is "
-                "the model before training. Evaluate the run, or data with ref_chosen_logps and "
-                "ref_rejected_logps."
-            )
-        reference.prepare(resolved.eval_sets, print_line=print_line)
+    if given.checkpoint is None and reference.list_missing(resolved.eval_sets):
+        raise UserError(
+            f"objective.type = {spec.config.objective.type}: needs a reference model, which is "
+            "the model before training. Evaluate the run, or data with ref_chosen_logps and "
+            "ref_rejected_logps."
+        )
+    reference.prepare(resolved.eval_sets, print_line=print_line)
     master = given.load_weights(resolved)
     print_line(given.describe(resolved))
     for text in _describe_inputs(resolved):
         print_line(text)
     eval_sets = Evaluator(spec, resolved.eval_sets, has_long_ppl=resolved.config.eval.long_ppl)
     lines = []
+
+    def add(line: dict[str, Any]) -> None:
+        lines.append(line)
+        if target is not None and jax.process_index() == 0:
+            jsonl.append_record(comparison.find_file(target, line), line)
+
     for evaluator in (eval_sets, RetrievalEvaluator(eval_sets, resolved.task_samples)):
         for line in evaluator.run(master, num_steps=given.step):
             print_line(output.format_result(line, with_step=given.meta is not None))
-            lines.append(line)
-            _append(target, line)
+            add(line)
     if tasks is not None:
         tokenizer = model_files.load_tokenizer(
             resolved.config, resolved.model_folder, resolved.model_dir
@@ -108,8 +101,7 @@ def evaluate(
         task_lines, table = harness.evaluate(model, tasks, num_steps=given.step)
         print_line(table)
         for line in task_lines:
-            lines.append(line)
-            _append(target, line)
+            add(line)
     if target is not None:
         written = [str(comparison.find_file(target, line)) for line in lines]
         if jax.process_index() == 0:
@@ -122,11 +114,8 @@ def evaluate(
 def _choose_target(
     out: str | None, run: pathlib.Path | None, baseline: str | None
 ) -> pathlib.Path | None:
-    """The file of --out, else a run's directory, for `comparison.find_file`; None if there is
-    neither: a run may be writing to a store.
-
-    Raises: UserError if it cannot be written, or is the baseline.
-    """
+    """File of --out, else a run's directory; None if a run may be writing to a store, or there is
+    none."""
     target = run if out is None else pathlib.Path(out)
     if target is None:
         return None
@@ -145,12 +134,6 @@ def _choose_target(
                 "another file."
             )
     return target
-
-
-def _append(target: pathlib.Path | None, line: dict[str, Any]) -> None:
-    """Appends a line to its file, if there is one; process 0 writes."""
-    if target is not None and jax.process_index() == 0:
-        jsonl.append_record(comparison.find_file(target, line), line)
 
 
 def _describe_inputs(resolved: PreparedModel) -> Iterator[str]:
@@ -178,18 +161,14 @@ def _describe_inputs(resolved: PreparedModel) -> Iterator[str]:
 def _load_config(
     given: GivenModel, path: str | None, changes: list[str], *, needs_data: bool
 ) -> Config:
-    """Loads the config of a file, of the run, or of a model, and changes it.
-
-    The model, and the adapter of a run, are always those that are given.
-    """
+    """Loads the config of a file, a run or a model, with the given model and its run's adapter."""
     fields = given.fields if path is None else config_file.read(path)
-    replaces_eval_sets = any(change.startswith("data.eval=") for change in changes)
-    if given.meta is not None and path is None and replaces_eval_sets:
+    if given.fields and path is None and any(x.startswith("data.eval=") for x in changes):
         # held-out documents are replaced too: the run's training data may be on another machine
         fields = fields | {"data": fields["data"] | {"eval_fraction": None, "train": []}}
     problems = ProblemCollector()
-    has_eval_sets = any(change.startswith(("data.eval", "eval.tasks")) for change in changes)
-    has_eval_sets = has_eval_sets or bool(fields.get("data", {}).get("eval"))
+    has_eval_sets = any(x.startswith(("data.eval", "eval.tasks")) for x in changes)
+    has_eval_sets |= bool(fields.get("data", {}).get("eval"))
     with problems.collect():
         config = config_file.parse(given.add_model(fields), changes, trains=False)
         has_eval_sets = bool(config.data.eval or config.data.eval_fraction or config.eval.tasks)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader, run_paths, run_storage
-from jaxsp.core import urls
+from jaxsp.core import paths
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
@@ -27,17 +27,23 @@ def export(
     source: str | None,
     dtype: Literal["bfloat16", "float32"] | None,
 ) -> list[str]:
-    """Exports a model, or the adapters of a run in PEFT's format.
+    """Exports a model, or the adapters of a run in PEFT's format: see `jaxsp export --help`.
 
-    Args: see `jaxsp export --help`.
     Returns: lines to print. Raises: UserError with the problems of the input.
     """
-    if urls.is_url(out):
+    if paths.is_url(out):
         raise UserError(f"OUT_DIR = {out}: must be a folder of this machine. Use hf.")
     directory = pathlib.Path(out)
     check_target(directory)
     jax_platform.choose_platform(virtual_cpu_devices=None)
-    checkpoint = _find_checkpoint(run)
+    with at("RUN_OR_CHECKPOINT", run):
+        checkpoint = run_paths.find_latest(run_storage.make_local(run))
+        if checkpoint is None and not pathlib.Path(run).exists():
+            raise UserError("there is no such folder.")
+    if checkpoint is None:
+        raise UserError(
+            f"{run}: holds no checkpoint. Use a run's directory, or a folder in its checkpoints/."
+        )
     meta = reader.read_meta(checkpoint)
     config = config_file.parse(meta.config)
     with at("model.config"):
@@ -50,19 +56,19 @@ def export(
         raise UserError("--dtype = bfloat16: adapters are float32. Use --merge, or leave it out.")
     dtype = dtype or config.model.compute_dtype
     has_other_parts = multimodal.are_exported(meta.model)
-    parts = None
+    copies_parts = has_other_parts and not is_adapter
     if source is not None:
         reason = ""
-        if not has_other_parts or is_adapter:
-            if config.model.source is None:
-                reason = "started from random weights (model.config), not from a checkpoint"
-            elif not config.step.has_frozen_weights:
-                reason = "has all weights of the export in its checkpoint"
-        if reason:
+        if config.model.source is None:
+            reason = "started from random weights (model.config), not from a checkpoint"
+        elif not config.step.has_frozen_weights:
+            reason = "has all weights of the export in its checkpoint"
+        if reason and not copies_parts:
             raise UserError(f"--source = {source}: {run} {reason}. Leave it out.")
         if config.model.source is not None:  # a run from random weights keeps them
             config = config.with_fields(model={"source": source})
-    if has_other_parts and not is_adapter:
+    parts = None
+    if copies_parts:
         parts = _open_other_parts(run, source, config, model, kind=meta.model["model_type"])
     table = trainable.build_table(model, config.step)
     weights = reader.read_weights(checkpoint, table)
@@ -135,19 +141,6 @@ def export(
         loader = f"peft.AutoPeft{auto_class.removeprefix('Auto')}.from_pretrained({arguments})"
     text = f"load it with {loader}, which needs PyTorch"
     return [*lines, f"{text}; --merge exports the whole model instead" if is_adapter else text]
-
-
-def _find_checkpoint(name: str) -> pathlib.Path:
-    """The checkpoint of that name, or the latest one of a run. Raises: UserError if none is."""
-    with at("RUN_OR_CHECKPOINT", name):
-        checkpoint = run_paths.find_latest(run_storage.make_local(name))
-        if checkpoint is None and not pathlib.Path(name).exists():
-            raise UserError("there is no such folder.")
-    if checkpoint is None:
-        raise UserError(
-            f"{name}: holds no checkpoint. Use a run's directory, or a folder in its checkpoints/."
-        )
-    return checkpoint
 
 
 def _open_other_parts(

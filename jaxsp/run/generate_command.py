@@ -12,16 +12,13 @@ from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.generation.generator import Generator, Sampling
-from jaxsp.generation.text_stream import TextStream
 from jaxsp.hf import context_range, folder, model_config
 from jaxsp.run import config_file, given_model, jax_limits, model_files, stop_tokens
 from jaxsp.run import console as output
-from jaxsp.run.config_file import Config
-from jaxsp.run.given_model import GivenModel
 from jaxsp.system.cluster import Process
 
 _MIN_ROW_TOKENS = 512
-"""Minimum row length of a model without a run."""
+"""Minimum row length without a run."""
 
 
 def generate(
@@ -36,10 +33,9 @@ def generate(
     max_new_tokens: int,
     **sampling_options: Any,
 ) -> None:
-    """Prints the answer of a model, and its speed.
+    """Prints the answer of a model, and its speed: see `jaxsp generate --help`.
 
-    Args: see `jaxsp generate --help`; other options are fields of `Sampling`.
-    Raises: UserError with the problems of the input.
+    Other options are fields of `Sampling`.
     """
     sampling = Sampling(**sampling_options)
     sampling.check()
@@ -62,7 +58,11 @@ def generate(
             f"{what}: is a reward model, which scores texts and generates none. Use the model that "
             "it was made from, or one that was trained with another objective."
         )
-    config = _load_config(given, changes)
+    data: dict[str, Any] = {"row_tokens": _MIN_ROW_TOKENS}
+    data |= given.fields.get("data", {}) | {"train": [], "eval": [], "eval_fraction": None}
+    fields = given.fields | {"data": data, "eval": {}, "objective": {}}
+    config = config_file.parse(given.add_model(fields), changes, trains=False)
+    given.check_config(config)
     jax_limits.start(config, process)
     model_dir = given.find_model_dir(config)
     if source is None and model_dir is None and config.model.source is not None:
@@ -130,11 +130,27 @@ def generate(
     output.print_line(console, text)
 
 
-def _load_config(given: GivenModel, changes: list[str]) -> Config:
-    """Loads the config of a run, or of a model, without data. Raises: UserError."""
-    data: dict[str, Any] = {"row_tokens": _MIN_ROW_TOKENS}
-    data |= given.fields.get("data", {}) | {"train": [], "eval": [], "eval_fraction": None}
-    fields = given.fields | {"data": data, "eval": {}, "objective": {}}
-    config = config_file.parse(given.add_model(fields), changes, trains=False)
-    given.check_config(config)
-    return config
+class TextStream:
+    """Decodes tokens one after another, of which one character may need several."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._length = 0
+        """Characters that were returned."""
+
+    def add(self, token: int) -> str:
+        """Returns the text that a token completes; empty inside of a character."""
+        self._ids.append(token)
+        return self.finish(is_complete=False)
+
+    def finish(self, *, is_complete: bool = True) -> str:
+        """Returns the rest of the text, without special tokens and as it was tokenized."""
+        text = self._tokenizer.decode(
+            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        if not is_complete and text.endswith("\ufffd"):  # bytes that are no whole character yet
+            return ""
+        new = text[self._length :]
+        self._length = len(text)
+        return new

@@ -23,11 +23,9 @@ class GivenModel:
     """A checkpoint, or the source of a model; see `find`."""
 
     name: str
-    """Name that the command was given."""
     checkpoint: pathlib.Path | None
     """None for a Hugging Face model."""
     meta: CheckpointMeta | None
-    """Metadata of the checkpoint."""
 
     @property
     def step(self) -> int:
@@ -48,7 +46,7 @@ class GivenModel:
         return {} if self.meta is None else self.meta.config
 
     def add_model(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a config with this model, and the adapter of its run."""
+        """Fields of a config with this model, and the adapter of its run."""
         adapter = {} if self.meta is None else {"adapter": self.meta.config["adapter"]}
         return fields | adapter | {"model": fields.get("model", {}) | self.model_fields}
 
@@ -125,11 +123,7 @@ class GivenModel:
 
 
 def find(name: str) -> GivenModel:
-    """Finds a run's latest checkpoint, a checkpoint, or a model of Hugging Face.
-
-    Args: name: WHAT of a command.
-    Raises: UserError if there is none.
-    """
+    """Finds a run's latest checkpoint, a checkpoint, or a Hugging Face model. Raises: UserError"""
     with at("WHAT", name):
         local = run_storage.make_local(name)
     checkpoint = run_paths.find_latest(local)

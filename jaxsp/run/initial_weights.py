@@ -61,9 +61,7 @@ def open_sources(
 ) -> InitialWeights:
     """Checks the files of the weights of step 0, and downloads them first if they are on the hub.
 
-    Args:
-        source: folder of model.source; None for random weights.
-        adapter_source: folder of adapter.source; None for new adapters.
+    Args: source, adapter_source: of model and adapter; None for random weights and new adapters.
     Raises: UserError for tensors and files that are missing, damaged or of another model.
     """
     reader = None

@@ -17,7 +17,6 @@ from jaxsp.planning.candidates import list_degrees
 from jaxsp.run.config_file import Config
 from jaxsp.system import (
     cluster,
-    compilation_cache,
     device_mesh,
     distributed,
     hardware,
@@ -32,15 +31,12 @@ ONE_PROCESS = Process()
 def start(config: Config, process: Process = ONE_PROCESS) -> None:
     """Makes JAX ready to compile a config's steps, in all processes. Raises: UserError."""
     choose_platform(config, process)
-    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
+    jax_platform.enable_cache(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
 
 
 def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
-    """Selects the platform, and sets JAX's limits to what a config's steps need.
-
-    Call it before JAX counts devices. Raises: UserError: see jax_platform.choose_platform.
-    """
+    """Selects the platform and limits of JAX for a config. Call it before JAX counts devices."""
     num_local = cluster.count_local_processes(process, os.environ)
     pool_bytes = None
     outside_bytes = 0.0
@@ -66,11 +62,8 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
 def estimate_pool_bytes(
     config: StepConfig, model: ModelConfig | None, num_devices: int
 ) -> int | None:
-    """Size of XLA's pool of pinned host memory for each GPU.
-
-    None if nothing is offloaded, if the model is unknown, or if mesh.seq or
-    batch.rows_per_microbatch is `auto`.
-    """
+    """Size of XLA's pool of pinned host memory for each GPU; None if nothing is offloaded, the
+    model is unknown, or a number is `auto`."""
     is_offloaded = {config.memory.offload_activations, config.memory.offload_optimizer} != {"none"}
     if not is_offloaded or model is None or "auto" in (config.mesh.seq, config.rows_per_microbatch):
         return None
@@ -82,15 +75,11 @@ def estimate_pool_bytes(
 def estimate_outside_bytes(
     config: StepConfig, model: ModelConfig | None, num_devices: int
 ) -> float:
-    """Memory of each GPU that CUDA and NCCL need.
-
-    The maximum of all meshes that `auto` may choose. Without a model, that of Ulysses.
-    """
+    """Maximum memory of a GPU that CUDA and NCCL need, of all meshes that `auto` may choose."""
     config = config.with_one_row_for_auto()
     candidates = [config]
     if config.mesh.seq == "auto":
-        degrees = list_degrees(config, num_devices)
-        candidates = [config.change(mesh={"seq": seq}) for seq in degrees]
+        candidates = [config.change(mesh={"seq": x}) for x in list_degrees(config, num_devices)]
     nccl_bytes = [0.0]
     for candidate in candidates:
         with contextlib.suppress(UserError):  # reported later, with all others

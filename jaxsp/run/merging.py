@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import Lora, ModelConfig
-from jaxsp.blocks.layers import Parameter, RowGroups
+from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, weights
@@ -24,9 +24,6 @@ from jaxsp.training import trainable
 ReadLayer = Callable[[int | None], np.ndarray]
 """Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
 
-_Key = tuple[str, RowGroups | None, tuple[int, ...] | None]
-"""Name and rows of a parameter: see `Parameter.hf_rows`."""
-
 
 def merge_base(
     checkpoint: pathlib.Path, trained: layers.Weights, *, config: Config, model: ModelConfig
@@ -36,7 +33,6 @@ def merge_base(
     Args: trained: the checkpoint's weights, float32, in the structure of `select_trained`.
     Returns: the parameter table of the model without adapters, and its weights: functions that
         read and merge one layer, as `hf.weights.export_model` takes them.
-    Raises: UserError if the base cannot be read, or is another one than in training.
     """
     if config.model.source is None:
         suggestion = "Train all weights, without frozen groups."
@@ -52,10 +48,8 @@ def merge_base(
 
     def compute_checksum(param: Parameter) -> Any:
         """Checksum of a frozen weight as training stored it; all of its layers are in memory."""
-        if param.layers is None:
-            array = _read_tensor(base, param, None)
-        else:
-            array = np.stack([_read_tensor(base, param, layer) for layer in param.layers])
+        tensors = [_read_tensor(base, param, layer) for layer in param.layers or [None]]
+        array = tensors[0] if param.layers is None else np.stack(tensors)
         return jax.tree.map(checksums.compute_on_host, quantization.encode(param, array))
 
     found = {"base": jax.tree.map(compute_checksum, frozen)}
@@ -69,22 +63,18 @@ def merge_state(
 ) -> tuple[layers.Weights, layers.Weights]:
     """The whole model of all weights of a run with frozen weights, like `merge_base`.
 
-    Args: weights: arrays of this process's devices or numpy's, as a training state has them. Or
-        readers of weights that are in files.
+    Args: weights: arrays of this process's devices or numpy's, or readers of weights in files.
     """
-    read: dict[_Key, ReadLayer] = {}
+    read: dict[tuple[Any, ...], ReadLayer] = {}  # by name, rows and layers
 
     def add(param: Parameter, stored: Any) -> None:
-        read[_key(param)] = functools.partial(_read_layer, param, stored)
+        key = (param.hf_name, param.hf_rows, param.layers)
+        read[key] = functools.partial(_read_layer, param, stored)
 
     jax.tree.map(add, table, weights)
     merge = functools.partial(_merge_weight, read, model.lora)
     plain_table = decoder.plain_table(model)
     return plain_table, jax.tree.map(merge, plain_table)
-
-
-def _key(param: Parameter) -> _Key:
-    return param.hf_name, param.hf_rows, param.layers
 
 
 def _read_layer(param: Parameter, stored: Any, layer: int | None) -> np.ndarray:
@@ -102,13 +92,15 @@ def _read_tensor(reader: WeightReader, param: Parameter, layer: int | None) -> n
     return reader.read(param, layer, tuple(slice(size) for size in param.shape))
 
 
-def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Parameter) -> ReadLayer:
+def _merge_weight(
+    read: dict[tuple[Any, ...], ReadLayer], lora: Lora | None, param: Parameter
+) -> ReadLayer:
     """Function that returns a layer of a weight with its adapter, if it has one."""
-    read_weight = read[_key(param)]
+    rows = param.hf_rows
+    read_weight = read[param.hf_name, rows, param.layers]
     if lora is None or not param.is_matrix:
         return read_weight
     stem = param.hf_name.removesuffix(".weight")
-    rows = param.hf_rows
     tensor = param.adapted_tensor
     if tensor is not None and tensor in lora.target_parameters:
         stem = decoder.LAYER_PREFIX + lora.name_module(tensor)
@@ -137,9 +129,8 @@ def merge_matrix(
 ) -> np.ndarray:
     """The matrix W + scale * B A, whose rows have DoRA's magnitudes as norms if there are any.
 
-    Shapes: experts' matrices have a dim of experts first.
-
-    All are float32. The operations and their order are those of PEFT's `merge_and_unload`.
+    All are float32; experts' have a dim of experts first. The operations are PEFT's
+    `merge_and_unload`.
     """
     merged_oi = weight_oi + (b_or @ a_ri) * np.float32(scale)
     if magnitude_o is not None:

@@ -142,11 +142,10 @@ class StartLine:
 
 
 class MetricsWriter:
-    """Appends lines to the files of numbers.
+    """Appends lines to the files of numbers, in process 0; the others ignore every call.
 
-    A line can be read as soon as it is written. Existing lines of steps after `from_step` are
-    removed: the run repeats those steps. Damaged lines are set aside. Process 0 writes; the others
-    ignore every call.
+    Existing lines of steps after `from_step` are removed: the run repeats those steps. Damaged
+    lines are set aside.
 
     Args: receivers: called with each line of TRACKED_FILES after it is written.
     """

@@ -1,6 +1,5 @@
 """Files of a config's model: config.json, tokenizer and weights."""
 
-import dataclasses
 import pathlib
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +16,13 @@ if TYPE_CHECKING:
     import transformers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFiles:
-    """Model of a config."""
-
-    folder: ModelFolder | None
-    """Folder of model.source; None if the model is described by the config or a checkpoint."""
-    hf_config: dict[str, Any]
-    adapter: ResolvedAdapter
-    """Adapters of the model, and the model with them."""
-
-
-def read_model(config: Config, hf_config: dict[str, Any] | None = None) -> ModelFiles:
+def read_model(
+    config: Config, hf_config: dict[str, Any] | None = None
+) -> tuple[ModelFolder | None, dict[str, Any], ResolvedAdapter]:
     """Reads the model's config.json, changes its RoPE, adds adapters, and checks local weights.
 
     Args: hf_config: fields of a checkpoint's config.json, instead of those of model.source.
+    Returns: the folder of model.source, if it was read; the fields; the model with its adapters.
     """
     source = None
     field = "model.config"
@@ -57,8 +48,7 @@ def read_model(config: Config, hf_config: dict[str, Any] | None = None) -> Model
     model = model_config.add_router_losses(model, config.model)
     if source is not None and not source.is_on_hub:
         weights.open_folder(source, decoder.param_table(model))
-    adapter = peft.resolve(config.adapter, model)
-    return ModelFiles(folder=source, hf_config=hf_config, adapter=adapter)
+    return source, hf_config, peft.resolve(config.adapter, model)
 
 
 def load_checked_tokenizer(
@@ -92,10 +82,7 @@ def load_checked_tokenizer(
 def load_tokenizer(
     config: Config, source: ModelFolder | None, run_model_dir: pathlib.Path | None
 ) -> "transformers.PreTrainedTokenizerBase":
-    """Loads the tokenizer: the run's own copy, else model.tokenizer, else that of model.source.
-
-    Raises: UserError if there is none.
-    """
+    """Loads the tokenizer: the run's own copy, else model.tokenizer, else that of model.source."""
     name = config.model.tokenizer
     if run_model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
         if (run_model_dir / "tokenizer_config.json").is_file():

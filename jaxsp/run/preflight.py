@@ -1,56 +1,32 @@
 """Checks and compilation before the first step of a run."""
 
-import dataclasses
 import itertools
 import pathlib
 import time
 import zlib
-from collections.abc import Callable
 
 import jax
 import numpy as np
 import rich.console
-import rich.status
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import reader, retention, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.core import durations
-from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
 from jaxsp.planning import descriptions, fit
-from jaxsp.planning.descriptions import StepMemory
-from jaxsp.run import checkpoint_schedule, resume, selfcheck
+from jaxsp.planning.fit import CompiledStep
 from jaxsp.run import console as output
-from jaxsp.run.early_stopping import EarlyStopping
+from jaxsp.run import resume, selfcheck
 from jaxsp.run.run import Run
 from jaxsp.system import distributed
 from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec
-from jaxsp.training.train_state import TrainState
-from jaxsp.training.train_step import StepResults
-
-StepFunction = Callable[[TrainState, Batch], tuple[TrainState, StepResults]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunStep:
-    """Compiled step of a run."""
-
-    function: StepFunction
-    memory: StepMemory
-    seconds: float
-    """Duration of the compilation."""
 
 
 def check_agreement(run: Run) -> None:
-    """Checks that all processes have the same config, data, options and starting step.
-
-    Raises: UserError in all processes if they differ.
-    """
-    if jax.process_count() == 1:
-        return
+    """Checks that all processes have the same config, data and start. Raises: UserError"""
     compared = [
         (f"data: {source.name}", digest)
         for data in (run.train_set, *run.eval_sets)
@@ -75,27 +51,9 @@ def check_agreement(run: Run) -> None:
             )
 
 
-def describe_completion(run: Run, early_stopping: EarlyStopping) -> str | None:
-    """Message for a run that has nothing left to do; None if it has steps to run."""
-    directory = run.config.run.directory
-    if run.start.step >= run.spec.num_steps:
-        return (
-            f"{directory}: has all its {run.spec.num_steps} steps. "
-            "Raise run.steps or run.epochs to train longer."
-        )
-    if early_stopping.should_stop():
-        return (
-            f"{directory}: stopped early at step {run.start.step}: {early_stopping.reason}. "
-            "Raise run.early_stopping_patience, or set it to null, to train longer."
-        )
-    return None
-
-
 def finish_run(run: Run) -> None:
-    """Deletes superseded checkpoints of a run that has done all its steps.
-
-    It does nothing for a run that was to resume from a checkpoint of another run.
-    """
+    """Deletes superseded checkpoints of a run that has done all its steps, unless they are another
+    run's."""
     if run.is_resume and run.config.run.is_writer:
         checkpoints = run.directory / run_paths.CHECKPOINTS_DIR
         try:
@@ -107,18 +65,18 @@ def finish_run(run: Run) -> None:
 
 
 def report_checks(run: Run, console: rich.console.Console) -> None:
-    """Runs the self-checks and the disk check, and prints a line for each result.
-
-    Raises: UserError if a kernel is wrong on this device, or if no checkpoint fits on the disk.
-    """
+    """Runs the self-checks and the disk check, and prints their results. Raises: UserError"""
     lines: list[str | None] = [*selfcheck.check_device(run.spec)]
     if jax.process_index() == 0:
         items = reader.list_items(train_state.abstract_inputs(run.spec)[0], run.spec.table)
+        every = run.config.run.save_every
+        num_steps = len(run.schedule)
+        num_checkpoints = num_steps // (every if isinstance(every, int) else 1) + 1
         warning = check_space(
             run.directory,
             run.config.checkpoint,
             checkpoint_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(items)),
-            num_checkpoints=checkpoint_schedule.count(run.config.run, len(run.schedule)),
+            num_checkpoints=num_checkpoints if every else 1,
         )
         lines.append(warning)
     for line in filter(None, lines):
@@ -137,10 +95,9 @@ def check_space(
     Their bytes count uncompressed, because it is unknown how much zstd leaves. Unfinished
     checkpoints count as free: they are removed before the first one is written.
 
-    Args: num_checkpoints: number that the run will write at most.
-    Returns: a warning if the disk is too small for all checkpoints that exist at the same time, one
-        of them half written; otherwise None.
-    Raises: UserError if the disk is too small for one more checkpoint.
+    Args: num_checkpoints: at most; one of them is half written.
+    Returns: a warning if not all checkpoints that exist at the same time fit.
+    Raises: UserError if not even one fits.
     """
     free = retention.free_bytes(directory)
     if free is None:
@@ -166,10 +123,10 @@ def check_space(
     return None
 
 
-def compile_step(spec: StepSpec, console: rich.console.Console) -> RunStep:
-    """Compiles the step and reserves the host memory for offloaded arrays.
+def compile_step(spec: StepSpec, console: rich.console.Console) -> tuple[CompiledStep, float]:
+    """Compiles the step and reserves host memory. Raises: UserError if it does not fit.
 
-    Raises: UserError if the step does not fit the device or the host.
+    Returns: the step, and the seconds.
     """
     began = time.perf_counter()
     numbers = itertools.count(1)
@@ -186,10 +143,7 @@ def compile_step(spec: StepSpec, console: rich.console.Console) -> RunStep:
 
         step = fit.compile_fitting_step(spec, on_candidate=print_candidate)
     seconds = time.perf_counter() - began
-    output.print_line(
-        console,
-        f"the step was compiled in {durations.describe(round(seconds, 1))}; "
-        f"{descriptions.describe_compiled(step)}",
-    )
+    text = f"the step was compiled in {durations.describe(round(seconds, 1))}; "
+    output.print_line(console, text + descriptions.describe_compiled(step))
     fit.reserve_host_memory(spec, step.memory_use.host)
-    return RunStep(function=step.executable, memory=descriptions.find_causes(step), seconds=seconds)
+    return step, seconds

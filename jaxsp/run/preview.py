@@ -29,13 +29,11 @@ a loss; in a chat, a user wants to see which messages have one."""
 def print_preview(
     config: Config, console: rich.console.Console, *, num_records: int | None = None
 ) -> None:
-    """Prints records of each training source and marks the tokens with a loss.
+    """Prints records of each training source and marks the tokens with a loss. Raises: UserError
 
-    Reads, renders and tokenizes as training does, but only the records it shows. Needs no device.
+    Reads only these records, as training does. Needs no device.
 
-    Args: num_records: the first ones; None: the first one, and one of each kind of chat (for
-        example with tool calls), see `tokenize.list_kinds`.
-    Raises: UserError with the problems of all sources.
+    Args: num_records: the first ones; None: the first one, and one of each kind of chat.
     """
     problems = ProblemCollector()
     tokenizer = None
@@ -53,14 +51,11 @@ def print_preview(
             unread = sources.list_unread_fields(source, config.data)
             encoded = tokenize.encode_examples(
                 records,
-                source=source,
-                data=config.data,
                 tokenizer=tokenizer,
                 num_records=num_records,
             )
             name = f"{field} = {source.source}"
-            is_chat = source.is_chat
-            max_tokens = _MAX_CHAT_TOKENS if is_chat else _MAX_TOKENS
+            max_tokens = _MAX_CHAT_TOKENS if source.is_chat else _MAX_TOKENS
             for example_number, example in enumerate(encoded):
                 if not example_number and unread:
                     names = ", ".join(map(str, unread))
@@ -95,18 +90,15 @@ def _print_example(
             text.append(f"\n\n... {start - half:,} tokens ...\n\n")
         changes = np.flatnonzero(np.diff(has_loss[start:stop])) + start + 1
         for first, last in itertools.pairwise([start, *changes, stop]):
-            part = errors.escape(_decode(tokens[first:last], tokenizer), keep="\n\t")
+            ids = tokens[first:last].tolist()
+            part = "".join(f" {token}" for token in ids)
+            if tokenizer is not None:
+                part = tokenizer.decode(
+                    ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            part = errors.escape(part, keep="\n\t")
             text.append(_highlight(part, console) if has_loss[first] else part)
     console.print(text.append("\n"), highlight=False, soft_wrap=True)
-
-
-def _decode(tokens: np.ndarray, tokenizer: Any) -> str:
-    """Text of tokens, including special tokens; their ids without a tokenizer."""
-    if tokenizer is None:
-        return "".join(f" {token}" for token in tokens)
-    return tokenizer.decode(
-        tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
 
 
 def _highlight(part: str, console: rich.console.Console) -> rich.text.Text:

@@ -53,17 +53,11 @@ class Reference:
     run_dir: pathlib.Path | None
     """Directory of the run; None for an evaluation of a model without a run."""
     is_resume: bool
-    """True if the run has started before, with this model. Its files may be gone.
-
-    A run that starts in the directory of another one, which has no checkpoint, may have another
-    model."""
-
-    @property
-    def is_needed(self) -> bool:
-        return self.spec.objective.needs_reference
+    """True if the run has started before, with this model, whose files may be gone. A run in the
+    directory of another one, which has no checkpoint, may have another model."""
 
     def open(self) -> InitialWeights:
-        """Checks the files of the weights. Raises: UserError as `open_sources`."""
+        """Raises: UserError as `open_sources`."""
         return initial_weights.open_sources(
             self.spec,
             None if self.source is None else folder.find(self.source),
@@ -88,7 +82,8 @@ class Reference:
 
     def list_missing(self, data_sets: Sequence[PackedDataset]) -> list[PackedDataset]:
         """Data sets whose log-probabilities are needed and unknown."""
-        return [x for x in data_sets if self.is_needed and x.documents.references is None]
+        is_needed = self.spec.objective.needs_reference
+        return [x for x in data_sets if is_needed and x.documents.references is None]
 
     def prepare(
         self,
@@ -118,9 +113,8 @@ class Reference:
             if jax.process_index() == 0:
                 if self.run_dir is not None:
                     references = _read(self.run_dir / FOLDER / name, num_documents)
-                references = (
-                    _read(cache / name, num_documents) if references is None else references
-                )
+                if references is None:
+                    references = _read(cache / name, num_documents)
             is_known = references is not None
             if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(is_known)):
                 sent = np.zeros(num_documents, np.float32) if references is None else references
@@ -145,7 +139,8 @@ class Reference:
     def keep(self, data_sets: Sequence[PackedDataset]) -> None:
         """Writes the log-probabilities that jaxsp computed into the run's directory."""
         computed = [data for data in data_sets if not data.documents.has_given_references]
-        if not self.is_needed or jax.process_index() > 0 or not computed:
+        is_needed = self.spec.objective.needs_reference
+        if not is_needed or jax.process_index() > 0 or not computed:
             return
         assert self.run_dir is not None, "evaluations keep nothing"
         kept = self.run_dir / FOLDER
@@ -158,10 +153,7 @@ class Reference:
 
 
 def _make_name(spec: StepSpec, data: PackedDataset, weights_identity: str) -> str:
-    """Name of the file for a data set and a model.
-
-    Rounding counts as part of the model: compute dtype, 8-bit products and quantization.
-    """
+    """Name of the file for a data set and a model, in which its rounding counts."""
     config = spec.config
     names = (
         _VERSION,

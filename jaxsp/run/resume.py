@@ -16,7 +16,7 @@ from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.checkpoint import reader, run_paths, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import yaml_io
-from jaxsp.core import errors, files, paths, urls
+from jaxsp.core import errors, files, paths
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
@@ -31,10 +31,10 @@ from jaxsp.run.run_config import RunConfig
 from jaxsp.system import run_lock
 
 _NO_START = -2
-"""Sent to the other processes instead of a step by a process that cannot start."""
+"""Sent to other processes instead of a step by a process that cannot start."""
 
 _UNNUMBERED = -1
-"""Sent instead of a step if the checkpoint's folder is not called by its step."""
+"""Sent if the checkpoint's folder is not called by its step."""
 
 _TOKEN_FIELDS = tuple(
     "data.train data.eval_fraction data.chat_template model.tokenizer model.source".split()
@@ -77,14 +77,12 @@ class RunCheckpoint:
 def open_checkpoint(
     run: RunConfig, skip: Sequence[pathlib.Path], problems: ProblemCollector
 ) -> RunCheckpoint | None:
-    """Opens the checkpoint to resume from; None for a new run. All processes must call it together.
-
-    Args: skip: damaged checkpoints.
-    """
+    """Opens the checkpoint to resume from, unless it is in `skip`; all processes call it."""
     path = None
     with problems.collect():
         path = find_checkpoint(run, skip=skip)
-    check_same_checkpoint(run, path, problems)
+    if jax.process_count() > 1:
+        check_same_checkpoint(run, path, problems)
     if path is None:
         return None
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
@@ -92,15 +90,11 @@ def open_checkpoint(
 
 
 def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
-    """Finds the checkpoint that a run resumes from; None for a new run.
-
-    Args: skip: damaged checkpoints.
-    Raises: UserError if there is none and run.resume requires one, or for a bad run.directory.
-    """
+    """Finds the checkpoint that a run resumes from, unless it is in `skip`; None for a new run."""
     directory = run.local_dir
     with at("run.directory", directory):
         paths.check_folder(directory)
-    if run.resume not in ("auto", "never") and not urls.is_url(run.resume):
+    if run.resume not in ("auto", "never") and not paths.is_url(run.resume):
         with at("run.resume", run.resume):
             paths.check_folder(pathlib.Path(run.resume))
     has_files = directory.is_dir() and any(
@@ -114,12 +108,14 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
             first_resume = saved_resume
     # the same command again resumes the run, also one that started from another run's checkpoint
     if run.resume in ("auto", first_resume):
+        checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
         with at("run.directory", run.directory):
-            if has_files and not (directory / run_paths.CONFIG_FILE).is_file():
+            if has_files and not saved.is_file():
                 raise UserError(
                     "contains files that are not a run's. Name a folder that is new or empty."
                 )
-            checkpoint = _find_own_checkpoint(run, first_resume, skip)
+            if checkpoint is None:
+                _check_has_not_saved(run, first_resume)
         if checkpoint is not None or run.resume == "auto":
             return checkpoint
     elif has_files:
@@ -139,27 +135,17 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         return checkpoint
 
 
-def _find_own_checkpoint(
-    run: RunConfig, first_resume: str | None, skip: Sequence[pathlib.Path]
-) -> pathlib.Path | None:
-    """Latest checkpoint in the run's own directory.
-
-    Raises: UserError if it had checkpoints but all are damaged or gone, and if it started from
-        another run's checkpoint but has none of its own yet.
-    """
-    directory = run.local_dir
-    checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
-    if checkpoint is not None:
-        return checkpoint
-    checkpoints = directory / run_paths.CHECKPOINTS_DIR
-    damaged = directory / run_paths.DAMAGED_DIR
+def _check_has_not_saved(run: RunConfig, first_resume: str | None) -> None:
+    """Refuses a run whose checkpoints are all damaged or gone, or were another run's."""
+    checkpoints = run.local_dir / run_paths.CHECKPOINTS_DIR
+    damaged = run.local_dir / run_paths.DAMAGED_DIR
     elsewhere = f"or start again in another folder: run.directory={run.directory}-2."
     if damaged.is_dir():
         raise UserError(
             f"all its checkpoints are damaged; they are in {damaged}. Put a copy of one into "
             f"{checkpoints}, {elsewhere}"
         )
-    last = files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
+    last = files.read_json(run.local_dir / run_paths.LAST_CHECKPOINT_FILE)
     if last is not None:
         raise UserError(
             f"this run has written a checkpoint after step {last.get('step')}, but {checkpoints} "
@@ -170,20 +156,15 @@ def _find_own_checkpoint(
             f"this run started from {first_resume} and ended before it wrote a checkpoint. Start "
             f"it again from there: run.resume={first_resume}."
         )
-    return None
 
 
 def check_same_checkpoint(
     run: RunConfig, checkpoint: pathlib.Path | None, problems: Sequence[str]
 ) -> None:
-    """Checks that all processes resume from the same step. All of them must call it.
+    """Checks that all processes resume from the same step; all must call it.
 
-    Args:
-        problems: reasons why this process cannot start.
-    Raises: UserError in all processes if one has problems, or if they see different checkpoints.
+    Args: problems: reasons why this process cannot start.
     """
-    if jax.process_count() == 1:
-        return
     name = "0" if checkpoint is None else checkpoint.name
     local_step = int(name) if name.isdecimal() else _UNNUMBERED
     steps = multihost_utils.process_allgather(np.int32(_NO_START if problems else local_step))
@@ -207,7 +188,7 @@ def check_same_step(run: RunConfig, steps: np.ndarray) -> None:
 def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     """Lets a run resume from the checkpoint before a damaged one, and returns a line for the user.
 
-    Process 0 moves a damaged checkpoint of the run itself away; another run's stays where it is.
+    A damaged checkpoint of the run itself is moved away; another run's stays where it is.
 
     Raises: DamagedCheckpointError if run.resume names this checkpoint.
     """
@@ -223,15 +204,10 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
 
 
 def set_aside(checkpoint: pathlib.Path, *, is_writer: bool) -> pathlib.Path:
-    """Moves a damaged checkpoint to the run's damaged/ folder, and returns its new path.
-
-    All processes must call this together. Args: is_writer: see `RunConfig.is_writer`.
-    """
+    """Moves a damaged checkpoint to damaged/; all processes must call it. Returns: its new path."""
     folder = checkpoint.parent.parent / run_paths.DAMAGED_DIR
-    target = folder / checkpoint.name
-    numbers = itertools.count(2)
-    while target.exists():
-        target = folder / f"{checkpoint.name}-{next(numbers)}"
+    names = (f"{checkpoint.name}{f'-{x}' if x > 1 else ''}" for x in itertools.count(1))
+    target = next(path for name in names if not (path := folder / name).exists())
     multihost_utils.sync_global_devices("all have chosen the same target")
     if is_writer:
         folder.mkdir(exist_ok=True)
@@ -251,18 +227,10 @@ def find_model_dir(checkpoint: pathlib.Path) -> pathlib.Path | None:
 def make_start_point(
     checkpoint: RunCheckpoint, config: Config, *, model: ModelConfig, data: PackedDataset
 ) -> StartPoint:
-    """Builds the starting point of a run from a checkpoint.
-
-    Raises: UserError if the checkpoint is of another model, optimizer or data.
-    """
+    """Builds the starting point. Raises: UserError for another model, optimizer or data."""
     meta = checkpoint.meta
     saved = checkpoint.config
     path = checkpoint.path
-    merge = " --merge" if saved.adapter.type != "none" else ""
-    suggestion = (
-        "Undo the change, or start a new run with these weights: jaxsp export "
-        f"{path} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
-    )
     differences = _list_model_differences(checkpoint, config, model)
     if saved.optimizer.state_kind != config.optimizer.state_kind:
         field = "name" if saved.optimizer.name != config.optimizer.name else "momentum"
@@ -277,15 +245,18 @@ def make_start_point(
     if changed := sorted(frozen ^ saved_frozen):
         state = "frozen" if changed[0] in saved_frozen else "trained"
         differences.append(f"optimizer.groups: {changed[0]} is {state} in {path}.")
-    problems = [f"{difference} {suggestion}" for difference in differences]
-    rows_consumed = meta.rows_consumed
+    merge = " --merge" if saved.adapter.type != "none" else ""
+    problems = [
+        f"{difference} Undo the change, or start a new run with these weights: jaxsp export "
+        f"{path} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
+        for difference in differences
+    ]
+    consumed = meta.rows_consumed
     changes = _list_changes(saved, config)
-    if data_changes := dataset.describe_changes(
-        meta.data, data.fingerprint(config.data, seed=config.run.seed)
-    ):
-        text = "; ".join(data_changes)
+    fingerprint = data.fingerprint(config.data, seed=config.run.seed)
+    if text := "; ".join(dataset.describe_changes(meta.data, fingerprint)):
         has_same_length = saved.data.row_tokens == config.data.row_tokens
-        effect = f"skips as many new rows as were consumed of the old ones ({rows_consumed:,})"
+        effect = f"skips as many new rows as were consumed of the old ones ({consumed:,})"
         match config.run.on_data_change:
             case "error":
                 fields = [x for x in changes if x.startswith(_TOKEN_FIELDS)]
@@ -293,7 +264,7 @@ def make_start_point(
                 alternative = " or continue (skip as many new rows)" if has_same_length else ""
                 problems.append(
                     f"{text}{reason}: the rows are not those that {path} has consumed "
-                    f"({rows_consumed:,} rows of {saved.data.row_tokens:,} tokens). Undo the "
+                    f"({consumed:,} rows of {saved.data.row_tokens:,} tokens). Undo the "
                     "change, or set run.on_data_change=restart (start with the first of the new "
                     f"rows){alternative}."
                 )
@@ -304,18 +275,17 @@ def make_start_point(
                 )
             case "restart":
                 effect = "starts with the first of the new rows"
-                rows_consumed = 0
+                consumed = 0
         changes.append(f"{text}: {effect}")
     if problems:
         raise UserError(problems)
     start = StartPoint(
         checkpoint=path,
         step=meta.step,
-        rows_consumed=rows_consumed,
+        rows_consumed=consumed,
         num_tokens=meta.num_tokens_total,
         has_pending_evaluation=meta.has_pending_evaluation,
         early_stopping=meta.early_stopping,
-        config_changes=tuple(changes),
     )
     before, now = (find_next_rate(each, start, data) for each in (saved, config))
     if before != now:
@@ -349,12 +319,11 @@ def _list_changes(saved: Config, config: Config) -> list[str]:
     altering: list[str] = []
     neutral: list[str] = []
     for field in before | now:
-        if before.get(field) == now.get(field) or field in _UNREPORTED_FIELDS:
+        values = (before.get(field), now.get(field))
+        if values[0] == values[1] or field in _UNREPORTED_FIELDS:
             continue
-        old, new = (
-            yaml_io.shorten(yaml_io.format_value(fields.get(field)), 60)  # a template has pages
-            for fields in (before, now)
-        )
+        # a template has pages
+        old, new = (yaml_io.shorten(yaml_io.format_value(value), 60) for value in values)
         is_neutral = field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS
         (neutral if is_neutral else altering).append(f"{field} {old} -> {new}")
     if neutral:
@@ -394,13 +363,12 @@ def _list_model_differences(
 
 
 def _without_training_choices(model: ModelConfig) -> ModelConfig:
-    """The model without what may change from step to step: the dtype of products, the kernel of
-    experts, and the losses of routers."""
-    model = dataclasses.replace(model, linear_dtype=None)
-    if model.experts is None:
-        return model
-    experts = dataclasses.replace(model.experts, kernel="xla", aux_loss_coef=0.0, z_loss_coef=0.0)
-    return dataclasses.replace(model, experts=experts)
+    """The model without what may change from step to step: dtype of products, kernel of experts,
+    losses of routers."""
+    experts = model.experts and dataclasses.replace(
+        model.experts, kernel="xla", aux_loss_coef=0.0, z_loss_coef=0.0
+    )
+    return dataclasses.replace(model, linear_dtype=None, experts=experts)
 
 
 def _pair_layers(
@@ -421,9 +389,7 @@ def _pair_layers(
         if now == before:
             before = "a RoPE with other frequencies or another scale"
         names = f"layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}"
-        if len(numbers) > 3:
-            names += f" and {len(numbers) - 3} more"
-        if len(numbers) == len(layers):
-            names = "all layers"
+        names += f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+        names = "all layers" if len(numbers) == len(layers) else names
         differences[f"{field} of {names}"] = (now, before)
     return differences

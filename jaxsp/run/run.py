@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.checkpoint.reader import EarlyStoppingState
@@ -16,13 +16,13 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation import evaluator
+from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import folder
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.run.config_file import Config
 from jaxsp.run.initial_weights import InitialWeights
 from jaxsp.run.references import Reference
 from jaxsp.run.stop_tokens import StopTokens
-from jaxsp.tasks.task import Sample
 from jaxsp.training.specs import StepSpec
 
 if TYPE_CHECKING:
@@ -38,9 +38,8 @@ class StartPoint:
     step: int = 0
     """Number of steps before the start."""
     rows_consumed: int = 0
-    """Number of rows consumed before the start."""
     num_tokens: int = 0
-    """Number of tokens in the steps before the start."""
+    """Number of tokens in these steps."""
     has_pending_evaluation: bool = False
     """True if a stop skipped an evaluation that was due at `step`."""
     early_stopping: EarlyStoppingState | None = None
@@ -63,13 +62,12 @@ class PreparedModel:
     model_dir: pathlib.Path | None
     """A run's own copy of the model's small files."""
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
-    """Tokenizer of the model; None if nothing needs one."""
+    """None if nothing needs one."""
     stop_tokens: StopTokens
     train_set: PackedDataset | None
-    """Training data; None unless it was prepared for training."""
+    """None unless it was prepared for training."""
     eval_sets: tuple[PackedDataset, ...]
-    task_samples: Mapping[str, Sequence[Sample]]
-    """Samples of retrieval tasks, by the name of the task."""
+    task_samples: Samples
 
     @property
     def small_files(self) -> pathlib.Path | None:
@@ -126,11 +124,8 @@ class Run(PreparedModel):
         return None
 
     def write_model(self, directory: pathlib.Path) -> None:
-        """Writes the model's small files into a folder.
-
-        They are copies of those of the run that is resumed, else of model.source. With
-        model.tokenizer, or without a source, only the tokenizer is written.
-        """
+        """Writes the model's small files: those of the run that is resumed, else of model.source;
+        with model.tokenizer, or without a source, only the tokenizer."""
         directory.mkdir(exist_ok=True)
         if self.model_dir is not None:
             if not self.model_dir.samefile(directory):

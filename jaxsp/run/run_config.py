@@ -20,7 +20,7 @@ from jaxsp.config.fields import (
     for_training,
     with_examples,
 )
-from jaxsp.core import paths, urls
+from jaxsp.core import paths
 
 
 class RunConfig(ConfigSection):
@@ -171,7 +171,7 @@ class RunConfig(ConfigSection):
     @property
     def local_dir(self) -> pathlib.Path:
         """Folder of the run on this machine: directory, or this process's copy if that is a URL."""
-        if not urls.is_url(self.directory):
+        if not paths.is_url(self.directory):
             return pathlib.Path(self.directory)
         from jaxsp.checkpoint import run_paths
         from jaxsp.system import distributed
@@ -182,20 +182,13 @@ class RunConfig(ConfigSection):
 
     @property
     def is_writer(self) -> bool:
-        """True if this process makes folders and writes metadata in the run directory.
-
-        It is process 0, or each in its own copy if directory is a URL.
-        """
+        """True if this process makes folders and metadata of the run directory: process 0, or each
+        in its own copy if directory is a URL."""
         import jax
 
-        return jax.process_index() == 0 or urls.is_url(self.directory)
+        return jax.process_index() == 0 or paths.is_url(self.directory)
 
-    @property
-    def save_steps(self) -> int | None:
-        """Steps between two checkpoints, if save_every is a number of steps."""
-        return self.save_every if isinstance(self.save_every, int) else None
 
-    @property
-    def save_interval(self) -> timedelta | None:
-        """Time between two checkpoints, if save_every is a duration."""
-        return self.save_every if isinstance(self.save_every, timedelta) else None
+def is_due(every: int | str | timedelta | None, step: int) -> bool:
+    """True if an action with an interval in steps is due; never with epochs or times."""
+    return isinstance(every, int) and step % every == 0

@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
-import pathlib
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,21 +16,21 @@ from jax.experimental import multihost_utils
 from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import config_file
-from jaxsp.core import durations, files, urls
+from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError
-from jaxsp.core.units import format_count
-from jaxsp.evaluation import task_plots
 from jaxsp.model import flops
-from jaxsp.planning.descriptions import StepMemory
+from jaxsp.planning import descriptions
+from jaxsp.planning.fit import CompiledStep
 from jaxsp.run import metrics, stored_run
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.config_file import Config
+from jaxsp.run.console import Progress
 from jaxsp.run.metrics import MetricsWriter, StartLine
-from jaxsp.run.progress import Progress
 from jaxsp.run.run import Run
-from jaxsp.run.tracking import Trackers
-from jaxsp.system import distributed, jsonl, run_lock
-from jaxsp.system.run_status import RunStatus
+from jaxsp.run.trackers import tracker
+from jaxsp.run.trackers.tracker import Client, Outcome, TrackedRun, Tracker
+from jaxsp.system import jsonl, run_lock
+from jaxsp.system.watchdog import RunStatus
 from jaxsp.training.metric_table import Line
 
 
@@ -40,9 +39,7 @@ class RunDirectory:
 
     Files of checkpoints are those of all processes; process 0 writes the others.
 
-    Args:
-        banner_text: whole banner.
-        on_line: see `trainer.train`.
+    Args: banner_text: whole banner. on_line: see `trainer.train`.
     Raises: UserError if the directory cannot be written, or if other processes do not see it.
     """
 
@@ -57,7 +54,7 @@ class RunDirectory:
         on_line: Callable[[Line], None] | None = None,
     ):
         config = run.config
-        self._directory = directory = run.directory
+        directory = run.directory
         first_step = run.start.step
         # A new run also drops lines of an evaluation before its first step, and repeats it
         from_step = first_step if run.is_resume else first_step - 1
@@ -69,6 +66,7 @@ class RunDirectory:
             self.trackers = enter(Trackers(config, from_step=from_step, is_resume=run.is_resume))
             receivers = (self.trackers.log, on_line) if on_line else (self.trackers.log,)
             self.metrics = enter(MetricsWriter(directory, from_step=from_step, receivers=receivers))
+            is_shared = not paths.is_url(config.run.directory)
             self.writer = enter(
                 CheckpointWriter(
                     directory / run_paths.CHECKPOINTS_DIR,
@@ -79,8 +77,7 @@ class RunDirectory:
                     before_write=self.metrics.sync,
                     eval_set=run.ranking_eval_set,
                     is_writer=config.run.is_writer,
-                    has_separate_folders=urls.is_url(config.run.directory)
-                    and jax.process_count() > 1,
+                    has_separate_folders=not is_shared and jax.process_count() > 1,
                     uploads=stored_run.uploads.get(directory.resolve()),
                 )
             )
@@ -93,7 +90,6 @@ class RunDirectory:
                 first_step=first_step,
                 print_line=self.progress.print_line,
             )
-            self._trace = enter(contextlib.ExitStack())
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "RunDirectory":
@@ -102,39 +98,23 @@ class RunDirectory:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def start_trace(self) -> None:
-        """Starts a trace of JAX's profiler, in process 0. No step may be running."""
-        if jax.process_index() == 0:
-            self._trace.enter_context(jax.profiler.trace(str(self._directory / "profile")))
 
-    def stop_trace(self) -> None:
-        """Stops and writes the trace, if one was started."""
-        self._trace.close()
-
-    def draw_needles(self, lines: Sequence[Line]) -> None:
-        """Draws needles if lines of tasks.jsonl have some, in process 0."""
-        if jax.process_index() > 0:
-            return
-        try:
-            task_plots.draw_if_possible(self._directory, lines)
-        except OSError as error:
-            distributed.log(
-                f"needle.png: could not be written: {error.strerror}. The run continues"
-            )
-
-
-def describe_start(run: Run, *, memory: StepMemory, compile_s: float) -> StartLine:
+def describe_start(run: Run, step: CompiledStep, *, compile_s: float) -> StartLine:
     """Returns the line of a start."""
     spec = run.spec
     devices = spec.mesh.devices.flatten()
     version = None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("jaxsp")
+    path = run.directory / metrics.METRICS_FILE
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    # the last line of a killed run may be damaged
+    steps = ((files.parse_json(line) or {}).get("step") for line in reversed(lines))
     return StartLine(
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         host=platform.node(),
         from_step=run.start.step,
-        previous_step=_read_last_step(run.directory / metrics.METRICS_FILE),
+        previous_step=next((step for step in steps if isinstance(step, int)), None),
         checkpoint=None if run.start.checkpoint is None else str(run.start.checkpoint),
         config_changes=list(run.start.config_changes),
         num_steps=spec.num_steps,
@@ -149,20 +129,12 @@ def describe_start(run: Run, *, memory: StepMemory, compile_s: float) -> StartLi
         jax_version=jax.__version__,
         python_version=platform.python_version(),
         compile_s=round(compile_s, 3),
-        memory=dataclasses.asdict(memory),
+        memory=dataclasses.asdict(descriptions.find_causes(step)),
     )
 
 
-def _read_last_step(path: pathlib.Path) -> int | None:
-    """Step of the last complete line of a file; None if there is no such line."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    # the last line of a killed run may be damaged
-    steps = ((files.parse_json(line) or {}).get("step") for line in reversed(lines))
-    return next((step for step in steps if isinstance(step, int)), None)
-
-
 def _write_first_files(run: Run, banner_text: str, start_line: StartLine) -> None:
-    """Writes the files that are known before the first step. All processes must see them."""
+    """Writes the files that are known before the first step, which all processes must see."""
     directory = run.directory
     config_path = directory / run_paths.CONFIG_FILE
     with run_lock.report_write_errors(directory):
@@ -185,26 +157,66 @@ def _write_first_files(run: Run, banner_text: str, start_line: StartLine) -> Non
     )
 
 
-def describe(config: Config, *, has_eval_sets: bool, first_step: int) -> tuple[str, str]:
-    """Describes what a run writes: all names, and the directory with the times of checkpoints.
+class Trackers:
+    """Context of a run's trackers."""
 
-    Args: first_step: number of steps before the start.
-    """
-    run = config.run
-    profiled = config.logging.profile_steps
-    names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
-    names += ["eval.jsonl"] if has_eval_sets else []
-    names += ["tasks.jsonl"] if config.eval.tasks else []
-    names += ["samples.jsonl"] if run.generate_samples else []
-    names += ["profile/"] if profiled is not None and profiled[0] > first_step else []
-    names += [f"{tracker.folder}/" for tracker in config.logging.trackers if tracker.folder]
-    times = "at the end"
-    if run.save_every == "epoch":
-        times = "after every epoch"
-    elif run.save_interval is not None:
-        times = f"every {durations.to_text(run.save_interval)} and at the end"
-    elif run.save_steps is not None:
-        times = f"every {format_count(run.save_steps, 'step')} and at the end"
-    names += ["model/", f"checkpoints/ ({times})"]
-    short = f"{run.directory}, with a checkpoint {times}; details: {run.directory}/banner.txt"
-    return f"{run.directory}: {', '.join(names)}", short
+    def __init__(self, config: Config, *, from_step: int, is_resume: bool):
+        """Starts the trackers in process 0. Args: is_resume: False if they do not have it yet."""
+        directory = config.run.local_dir
+        saved = files.read_json(directory / tracker.IDS_FILE) if is_resume else None
+        run = TrackedRun(
+            directory=directory,
+            config=config.model_dump(mode="json"),
+            shutdown_grace=config.run.shutdown_grace,
+            from_step=from_step,
+            ids=saved or {},
+        )
+        self.outcome: Outcome = "finished"
+        """End of the run, if no exception ends it."""
+        self._clients: dict[str, Client] = {}
+
+        def start(choice: Tracker) -> None:
+            self._clients[choice.type] = choice.start(run)
+
+        for choice in config.logging.trackers if jax.process_index() == 0 else ():
+            self._try(choice.type, start, choice)
+
+    def __enter__(self) -> "Trackers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        outcome = self.outcome if kind is None else "failed"
+        for name, client in list(self._clients.items()):
+            self._try(name, client.close, outcome)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Records the numbers of a line of metrics.jsonl, eval.jsonl or tasks.jsonl."""
+        numbers = name_numbers(line)
+        for name, client in list(self._clients.items()):
+            self._try(name, client.log, numbers, line["step"])
+
+    def _try(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls a tracker, which is left out from then on if it fails."""
+        try:
+            call(*arguments)
+        except Exception as error:  # the clients raise errors of many kinds
+            self._clients.pop(name, None)
+            tracker.print_failure(name, f"{type(error).__name__}: {error}")
+
+
+def name_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a line by name: the group, such as train or eval/NAME, and field."""
+    group = "train"
+    if "task" in line:
+        group = f"task/{line['task']}/{line['length']}"
+    elif "data" in line:
+        group = f"eval/{line['data']}"
+    fields = dict(line)
+    for field, value in line.items():
+        if isinstance(value, dict):
+            fields |= {f"{field}/{name}": number for name, number in value.items()}
+    return {
+        f"{group}/{name}": float(value)
+        for name, value in fields.items()
+        if name not in ("step", "length") and isinstance(value, int | float)
+    }

@@ -7,7 +7,7 @@ wrong offsets in packed rows if query heads share them (jax PR 39521).
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,6 @@ class KernelCheck:
     """Inputs by name; the last is the gradient of the output."""
     constants: Sequence[np.ndarray] = ()
     find_error: Callable[[np.ndarray, np.ndarray], Any] = lambda *pair: _compare(*pair)
-    """Error of actual values, compared with expected ones."""
     options: Mapping[str, Any] | None = None
     """XLA's compile options; None: without autotuning, which would take longer than the rest."""
 
@@ -108,24 +107,13 @@ class KernelCheck:
 def check_device(spec: StepSpec) -> list[str]:
     """Checks a step's kernels on this process's first device, and returns a line about them.
 
-    CPUs are not checked. Each process checks a device of its own, without waiting for the others.
-    Raises: UserError if a check fails, with a suggestion.
+    Attention has a check for each kind of layer over whole rows, and one over chunks of rows if the
+    strategy computes those. CPUs are not checked. Raises: UserError if a check fails.
     """
     device = next(x for x in spec.mesh.devices.flat if x.process_index == jax.process_index())
     if device.platform == "cpu":
         return []
     start_s = time.perf_counter()
-    fields: dict[str, None] = {}
-    for check in _list_checks(spec):
-        check.run(device)
-        fields[check.field] = None
-    text = f"self-check: {', '.join(fields)}: agrees with XLA on this device"
-    return [f"{text} ({time.perf_counter() - start_s:.1f} s)"] if fields else []
-
-
-def _list_checks(spec: StepSpec) -> Iterator[KernelCheck]:
-    """Yields checks of a step's kernels: of attention one for each kind of layer over whole rows,
-    and one over chunks of rows if the strategy computes those."""
     model = spec.model
     dtype = str(spec.dtype)
     choice = spec.attention
@@ -135,8 +123,8 @@ def _list_checks(spec: StepSpec) -> Iterator[KernelCheck]:
         for score in choice.layer_scores
         if choice.kernel.needs_selfcheck
     }
-    for tokens, score in kinds:
-        yield check_attention(
+    checks = [
+        check_attention(
             choice.kernel,
             heads=choice.strategy.heads.local_heads(model.num_heads, model.num_kv_heads),
             head_dim=model.head_dim,
@@ -146,12 +134,19 @@ def _list_checks(spec: StepSpec) -> Iterator[KernelCheck]:
             settings=choice.settings,
             strategy=combine(1, tokens),
         )
+        for tokens, score in kinds
+    ]
     if model.delta_net is not None:
-        yield check_delta_rule(model.delta_net, dtype)
-    if model.experts is not None and model.experts.kernel != "xla":
-        yield check_experts(model.experts.kernel, width=model.hidden_size, size=model.experts.size)
+        checks.append(check_delta_rule(model.delta_net, dtype))
+    if (experts := model.experts) is not None and experts.kernel != "xla":
+        checks.append(check_experts(experts.kernel, width=model.hidden_size, size=experts.size))
     if model.linear_dtype == float8.NAME:
-        yield check_float8(model.hidden_size, model.intermediate_size)
+        checks.append(check_float8(model.hidden_size, model.intermediate_size))
+    for check in checks:
+        check.run(device)
+    fields = ", ".join(dict.fromkeys(check.field for check in checks))
+    text = f"self-check: {fields}: agrees with XLA on this device"
+    return [f"{text} ({time.perf_counter() - start_s:.1f} s)"] if checks else []
 
 
 def check_attention(
@@ -287,7 +282,7 @@ def check_experts(kernel: str, *, width: int, size: int) -> KernelCheck:
 def check_float8(dim_in: int, dim_out: int) -> KernelCheck:
     """Check of products in 8-bit floats. Rounding of both factors gives errors up to 0.06.
 
-    The tokens have very different sizes, so that each needs its own scale.
+    The sizes of tokens differ, so that each needs its own scale.
     """
     inputs = _draw(x=(256, dim_in), weight=(dim_out, dim_in), out=(256, dim_out))
     sizes = np.exp2(np.random.default_rng(1).integers(-20, 20, (256, 1)))
@@ -319,10 +314,9 @@ def _compare(actual: np.ndarray, expected: np.ndarray, axis: int | None = None) 
 
 
 def _compare_segments(segment_BL: np.ndarray, actual: np.ndarray, expected: np.ndarray) -> Any:
-    """Relative root mean square error of the segment where it is largest.
+    """Relative root mean square error of the segment, or the padding, where it is largest.
 
-    Padding of a row counts as a segment. The base is the root mean square of the expected values,
-    in the segment or in all segments, whichever is larger.
+    Relative to the root mean square expected in it or in all segments, whichever is larger.
     """
     root_mean_square = lambda x: np.sqrt(np.mean(np.square(x, dtype=np.float64)))
     overall = root_mean_square(expected[segment_BL >= 0])

@@ -12,27 +12,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.core import durations, urls
+from jaxsp.core import durations, paths
 from jaxsp.core.batch import Batch
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import StepCounts
-from jaxsp.evaluation import evaluator
 from jaxsp.model import flops
 from jaxsp.run import metrics
 from jaxsp.run.metrics import NonfiniteStep, StepFields
 from jaxsp.run.run import Run
 from jaxsp.run.run_directory import RunDirectory
-from jaxsp.system.run_status import RunStatus
+from jaxsp.system.watchdog import RunStatus
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_step import StepResults
 
 SLOW_MFU = 0.01
 """MFU of a slow step, for an upper estimate of a step's duration: in float32, without cuDNN."""
-
-_SEEN_TOGETHER = 0.1
-"""Two ends count as seen together if the second follows within this fraction of the time of both
-steps."""
 
 Step = tuple[Batch, StepCounts]
 
@@ -41,7 +36,7 @@ Step = tuple[Batch, StepCounts]
 class DispatchedStep:
     """A step that the devices are running. Times are those of time.perf_counter.
 
-    A thread waits for its results, because the loop may read them only after the next step's end.
+    A thread waits for its results: the loop may read them only after the next step's end.
     """
 
     results: StepResults
@@ -60,7 +55,7 @@ class DispatchedStep:
         self._ended_at = time.perf_counter()
 
     def wait_for_end(self) -> float:
-        """Waits for the results, and returns the time at which they were ready."""
+        """Returns the time at which the results were ready."""
         self._thread.join()
         return self._ended_at
 
@@ -71,14 +66,14 @@ class DispatchedStep:
 
 
 def split_time(began: float, ended: float, *, next_ended: float) -> float:
-    """Returns the time at which a step ended, after which the next one has ended already.
+    """Returns the end of a step, after which the next one has ended already.
 
-    A busy host notices both ends late and together. The steps then share the time equally, because
-    the first would take all of it and the next one microseconds.
+    A busy host notices both ends late and together: the first step would take all of the time, and
+    the next one microseconds. So they share it if the second end follows within a tenth of it.
     """
     ended = max(began, ended)
     next_ended = max(ended, next_ended)
-    if next_ended - ended < _SEEN_TOGETHER * (next_ended - began):
+    if next_ended - ended < 0.1 * (next_ended - began):
         return (began + next_ended) / 2
     return ended
 
@@ -134,10 +129,7 @@ class StepLog:
         self._previous_step = dispatched
 
     def record_dispatched_step(self, following: DispatchedStep | None = None) -> None:
-        """Waits for the step dispatched last, and records its results, unless they are recorded.
-
-        Args: following: the step that was dispatched after it.
-        """
+        """Waits for the step dispatched last and records it; `following` is dispatched after it."""
         if self._previous_step is None:
             return
         step = self._previous_step
@@ -162,23 +154,18 @@ class StepLog:
             self._first_loss = line["loss"]
         if line["loss"] is not None:
             self._recent_losses.append(line["loss"])
-        is_due = evaluator.is_due(self._run.config.run.log_every, self._num_finished)
+        is_due = self._num_finished % self._run.config.run.log_every == 0
         if is_due or not results["is_finite"] or self._num_finished == self._run.spec.num_steps:
             self._out.metrics.write(metrics.METRICS_FILE, line)
             self.checkpoint_wait_s = 0.0
         self._out.progress.show_step(line)
 
     def restart_clock(self) -> None:
-        """Excludes the time since the last step from the time of the next one.
-
-        Does nothing if a step is running: the next one then follows it without a break.
-        """
+        """Excludes the time since the last step from that of the next one, unless one runs."""
         if self._previous_step is None:
             self._ended = time.perf_counter()
-            if (
-                self._num_finished == self._run.start.step
-            ):  # the first evaluation is not part of the training time
-                self._began = self._ended
+            if self._num_finished == self._run.start.step:
+                self._began = self._ended  # training time has no first evaluation
             self._status.waiting_for_step(self._num_finished)
 
     def estimate_step_s(self, counts: StepCounts) -> float | None:
@@ -242,19 +229,14 @@ class StepLog:
             )
 
     def describe_stop(self, *, saved_step: int) -> str:
-        """Describes why too many non-finite steps ended the run, with suggestions.
-
-        Args: saved_step: step of the last checkpoint. One more step was already running when the
-            limit was exceeded.
-        """
+        """Describes why too many non-finite steps ended the run. One more step than that of the
+        last checkpoint, `saved_step`, was running when the limit was exceeded."""
         config = self._run.config.run
         reason = "the loss or the gradient norm is not finite"
         suggestion = "run.on_nonfinite=skip to skip such steps"
         if config.on_nonfinite == "skip":
-            reason += (
-                f", in more steps since the process started than run.max_nonfinite_steps = "
-                f"{self._max_nonfinite}"
-            )
+            reason += ", in more steps since the process started than run.max_nonfinite_steps = "
+            reason += str(self._max_nonfinite)
             suggestion = "a larger run.max_nonfinite_steps"
         return (
             f"step {self._nonfinite_steps[self._max_nonfinite]}: {reason}. The step changed no "
@@ -275,7 +257,7 @@ class StepLog:
         mean_loss = f"{statistics.mean(losses):.4f}" if losses else "none"
         recent_steps = format_count(len(losses), "step")
         duration = durations.describe(self._ended - self._began)
-        out = "hf" if urls.is_url(directory) else f"{directory}/hf"
+        out = "hf" if paths.is_url(directory) else f"{directory}/hf"
         evaluate = [f"eval {directory}"] if self._run.eval_sets else []
         commands = [f"report {directory}", *evaluate, f"export {directory} {out}"]
         loss = f"{first_loss} at step {start.step + 1}, mean of the last {recent_steps} {mean_loss}"

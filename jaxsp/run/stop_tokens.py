@@ -32,10 +32,7 @@ class StopTokens:
     """Part of a line of the banner; empty without chats."""
 
     def add_to(self, fields: dict[str, Any], *, default: Any = None) -> dict[str, Any]:
-        """Returns the fields of a config with those tokens that its eos_token_id lacks.
-
-        Args: default: eos_token_id of a config without one.
-        """
+        """Returns fields with those tokens that eos_token_id, by default `default`, lacks."""
         if not self.alternatives:
             return fields
         eos_ids = fields.get("eos_token_id")
@@ -48,10 +45,7 @@ class StopTokens:
         return fields | {"eos_token_id": eos_ids}
 
     def add_to_file(self, directory: pathlib.Path, *, default: Any) -> None:
-        """Adds the tokens to the generation config of a folder, if it has one.
-
-        Without one, the export writes one from config.json.
-        """
+        """Adds the tokens to a folder's generation config. Without one, the export makes one."""
         path = directory / GENERATION_CONFIG
         if self.alternatives and path.is_file():
             fields = folder.read_json(path)
@@ -69,8 +63,7 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
             continue  # a prompt and a completion of plain text
         options = tokenize.resolve_options(source, data=config.data, tokenizer=tokenizer)
         assert options is not None, "chats have a tokenizer"
-        # all sources have the same template
-        template = options.template
+        template = options.template  # that of all sources
         try:
             renderer = TemplateRenderer(
                 {}, tokenizer=tokenizer, template=template, with_marks=False
@@ -79,22 +72,23 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
             break
         end = turn_ends.find(tokenizer, renderer.template)
         alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(x)) for x in end.stops)
-        description = f"turns end with {' or '.join(map(''.join, end.stops))}"
-        if not end.stops:
+        description = ""
+        if end.stops:
+            description = f"turns end with {' or '.join(map(''.join, end.stops))}"
+        elif end.text:
             description = (
                 f"turns end with {end.text.strip()!r}, which is not a special token: generation "
                 "does not stop there"
             )
-        has_end = bool(end.stops or end.text)
-        return StopTokens(alternatives=alternatives, description=description if has_end else "")
+        return StopTokens(alternatives=alternatives, description=description)
     return StopTokens()
 
 
 def list_stop_ids(
     hf_config: dict[str, Any], directory: pathlib.Path | None, tokenizer: Any
 ) -> list[int]:
-    """Lists the tokens at which generation stops: those of config.json, of the generation config of
-    the model's folder if it has one, and the tokenizer's end token."""
+    """Tokens at which generation stops: those of config.json, of the generation config of the
+    model's folder if it has one, and the tokenizer's end token."""
     ids = _list_ids(hf_config.get("eos_token_id"))
     path = None if directory is None else directory / GENERATION_CONFIG
     if path is not None and path.is_file():
@@ -105,7 +99,7 @@ def list_stop_ids(
 
 
 def describe(eos_ids: Any, tokenizer: Any) -> str:
-    """Returns an eos_token_id as text, with the tokens themselves if there is a tokenizer."""
+    """An eos_token_id as text, with the tokens themselves if there is a tokenizer."""
     text = f"eos_token_id={json.dumps(eos_ids)}"
     if tokenizer is not None:
         text += f" ({', '.join(map(str, tokenizer.convert_ids_to_tokens(_list_ids(eos_ids))))})"

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.run_storage import Uploads
-from jaxsp.core import urls
+from jaxsp.core import paths
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
 from jaxsp.system import run_lock
 from jaxsp.system.object_store import ObjectStore
@@ -26,12 +26,10 @@ uploads: dict[pathlib.Path, Uploads] = {}
 def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
     """Context in which a run can use run.directory, if that is a URL; otherwise it does nothing.
 
-    At the start, the side with the later checkpoint, local copy or store, is copied to the other.
-    All processes must enter it together, after run_lock.lock; each has a copy of its own.
-
-    Args: folder: this process's copy.
+    At the start, the side with the later checkpoint, store or this process's copy in `folder`, is
+    copied to the other. All processes must enter it together, after run_lock.lock.
     """
-    if not urls.is_url(url):
+    if not paths.is_url(url):
         yield
         return
     with at("run.directory", url):
@@ -69,10 +67,7 @@ def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
 
 
 def _clean(store: ObjectStore, folder: pathlib.Path) -> int:
-    """Deletes incomplete checkpoints. Returns: latest complete one, or 0, in process 0.
-
-    Raises: UserError for other files than a run's, and for another run than that of the local copy.
-    """
+    """Deletes incomplete checkpoints. Returns: latest complete one, or 0, in process 0."""
     if jax.process_index() > 0:
         return 0
     names = set(store.list()) - set(run_lock.BOOKKEEPING_FILES)

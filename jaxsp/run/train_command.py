@@ -13,11 +13,10 @@ from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.run import build, jax_limits, resume, stored_run, trainer
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import Run
-from jaxsp.system import compilation_cache, distributed, hardware, run_lock
+from jaxsp.system import distributed, hardware, jax_platform, run_lock
 from jaxsp.system.cluster import Process
 from jaxsp.system.preemption import Preemption
-from jaxsp.system.run_status import RunStatus
-from jaxsp.system.watchdog import Watchdog
+from jaxsp.system.watchdog import RunStatus, Watchdog
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
@@ -28,12 +27,12 @@ def train(
 ) -> None:
     """Trains a config. Raises: UserError with all problems found before the first step."""
     jax_limits.choose_platform(config, process)
-    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
+    jax_platform.enable_cache(config.run.compilation_cache, num_processes=process.num_processes)
     preemption = make_preemption(config)
     with preemption.listen():
         distributed.initialize(process)
         train_config(config, console, preemption, config_path=path, verbose=verbose)
-        preemption.mark_done()
+        preemption.is_done = True
         # Before the signal handlers are removed: a signal must not fail a run that is complete
         distributed.shutdown()
 
@@ -61,15 +60,11 @@ def train_config(
 ) -> tuple[Run, TrainState | None]:
     """Trains a config from its latest checkpoint to its last step, in its locked run directory.
 
-    A damaged checkpoint is set aside, and the run resumes from the one before it.
-
     Args:
         config_path: file of the config, for messages about the lock.
         loss: a loss per token; None: cross entropy.
-        on_line: see `trainer.train`.
         needs_state: restore the state of a run that was complete.
     Returns: the run and its last state; None if it was complete, unless `needs_state`.
-    Raises: see `trainer.train`.
     """
     folder = config.run.local_dir
     process = distributed.this_process()

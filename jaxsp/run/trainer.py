@@ -7,7 +7,9 @@ import gc
 import itertools
 import time
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import numpy as np
 import rich.console
 from jax.experimental import multihost_utils
@@ -16,20 +18,21 @@ from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core.errors import NeedsAttentionError
-from jaxsp.evaluation import evaluator
+from jaxsp.evaluation import task_plots
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
 from jaxsp.run import banner, metrics, preflight, run_directory
 from jaxsp.run import console as output
 from jaxsp.run.early_stopping import EarlyStopping
-from jaxsp.run.preflight import StepFunction
 from jaxsp.run.run import Run
+from jaxsp.run.run_config import is_due
 from jaxsp.run.run_directory import RunDirectory
 from jaxsp.run.step_log import StepLog
 from jaxsp.run.trackers.tracker import Outcome
+from jaxsp.system import distributed
 from jaxsp.system.preemption import Preemption
-from jaxsp.system.run_status import Activity, RunStatus
+from jaxsp.system.watchdog import Activity, RunStatus
 from jaxsp.training import train_state
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
@@ -53,36 +56,57 @@ def train(
     processes wait.
 
     Args:
-        preemption: handles requests to stop early. The same command then resumes the run.
-        verbose: print the whole banner.
         on_line: called in process 0 with each line of metrics.jsonl, eval.jsonl and tasks.jsonl
             after it is written. An exception in it ends the run.
     Returns: the last state; None if the run was complete.
     Raises:
-        UserError: the processes have different configs, data or checkpoints, or the step, a
-            checkpoint or the run directory cannot be used.
+        UserError: processes differ, or the step, a checkpoint or the directory cannot be used.
         NeedsAttentionError: a step was not finite (unless run.on_nonfinite allows it), or the last
             checkpoint could not be written.
     """
     preemption = preemption or Preemption(RunStatus())
-    preflight.check_agreement(run)
+    if jax.process_count() > 1:
+        preflight.check_agreement(run)
+    start = run.start
+    directory = run.config.run.directory
     early_stopping = EarlyStopping(
         run.config.run,
         run.ranking_eval_set,
-        resumed_state=run.start.early_stopping if run.is_resume else None,
+        resumed_state=start.early_stopping if run.is_resume else None,
     )
-    if message := preflight.describe_completion(run, early_stopping):
+    completion = ""
+    if start.step >= run.spec.num_steps:
+        completion = (
+            f"{directory}: has all its {run.spec.num_steps} steps. "
+            "Raise run.steps or run.epochs to train longer."
+        )
+    elif early_stopping.should_stop():
+        completion = (
+            f"{directory}: stopped early at step {start.step}: {early_stopping.reason}. "
+            "Raise run.early_stopping_patience, or set it to null, to train longer."
+        )
+    if completion:
         preflight.finish_run(run)
-        output.print_line(console, message)
+        output.print_line(console, completion)
         return None
     entries = banner.describe_run(run)
     output.print_pairs(console, banner.select_pairs(entries, is_verbose=verbose))
     preflight.report_checks(run, console)
-    step = preflight.compile_step(run.spec, console)
-    start_line = run_directory.describe_start(run, memory=step.memory, compile_s=step.seconds)
-    state, base_checksums = make_state(
-        run, functools.partial(_prepare_references, run, console, preemption.status)
-    )
+    step, compile_s = preflight.compile_step(run.spec, console)
+    start_line = run_directory.describe_start(run, step, compile_s=compile_s)
+
+    def prepare_references(make_weights: Callable[[], layers.Weights] | None) -> None:
+        data_sets = [run.train_set, *run.eval_sets]
+        if run.reference.list_missing(data_sets):
+            preemption.status.activity = Activity(description="the reference pass")
+            run.reference.prepare(
+                data_sets,
+                make_weights=make_weights,
+                print_line=functools.partial(output.print_line, console),
+                on_batch=preemption.status.heartbeat,
+            )
+
+    state, base_checksums = make_state(run, prepare_references)
     with RunDirectory(
         run,
         console,
@@ -92,7 +116,7 @@ def train(
         on_line=on_line,
     ) as out:
         loop = Loop(run, out, preemption, early_stopping, base_checksums)
-        state = loop.run_steps(step.function, state)
+        state = loop.run_steps(step.executable, state)
         out.trackers.outcome = loop.outcome
     loop.print_outcome(console)
     return state
@@ -102,7 +126,10 @@ def make_state(
     run: Run,
     prepare_references: Callable[[Callable[[], layers.Weights] | None], None] = lambda _: None,
 ) -> tuple[TrainState, dict[str, str]]:
-    """State of the first step, and checksums of the frozen weights."""
+    """State of the first step, and checksums of the frozen weights.
+
+    Args: prepare_references: called with what makes the reference model's weights; None: read them.
+    """
     spec = run.spec
     checkpoint = run.start.checkpoint
     if checkpoint is None:
@@ -122,33 +149,8 @@ def make_state(
     return state, base_checksums
 
 
-def _prepare_references(
-    run: Run,
-    console: rich.console.Console,
-    status: RunStatus,
-    make_weights: Callable[[], layers.Weights] | None,
-) -> None:
-    """Computes or reads the log-probabilities of the reference model, if the objective needs them.
-
-    Args: make_weights: makes the weights of the reference model; None: they are read.
-    """
-    data_sets = [run.train_set, *run.eval_sets]
-    if not run.reference.list_missing(data_sets):
-        return
-    status.activity = Activity(description="the reference pass")
-    run.reference.prepare(
-        data_sets,
-        make_weights=make_weights,
-        print_line=functools.partial(output.print_line, console),
-        on_batch=status.heartbeat,
-    )
-
-
 class Loop:
-    """The loop over the steps of a run, and what happens between them.
-
-    All processes take the same decisions between the same steps: some of them communicate.
-    """
+    """The loop over steps, and what happens between them: all processes decide alike."""
 
     def __init__(
         self,
@@ -177,27 +179,37 @@ class Loop:
         self._log = StepLog(run, out, self._status)
         self._has_pending_evaluation = False
         self._is_stopped_early = False
+        self._trace = contextlib.ExitStack()
+        """Holds the trace of JAX's profiler while there is one."""
 
-    def run_steps(self, function: StepFunction, state: TrainState) -> TrainState:
+    def run_steps(self, function: Callable[..., Any], state: TrainState) -> TrainState:
         """Runs steps until the last one or until the run stops early, and saves the last state."""
+        run = self._run
         log = self._log
-        first_traced, _ = self._run.config.logging.profile_steps or (0, 0)
+        first_traced, _ = run.config.logging.profile_steps or (0, 0)
         self._out.writer.compile_ahead(state)
         with contextlib.ExitStack() as stack:
             stack.callback(gc.unfreeze)
             if gc.isenabled():
                 stack.callback(gc.enable)
             rows = stack.enter_context(contextlib.closing(log.loader.batches()))
+            stack.push(self._trace)
             self._evaluate_at_start(state)
             next_batch = log.read_batch(rows)
-            for step in itertools.count(self._run.start.step + 1):
-                if next_batch is None or not self._should_dispatch(step):
+            for step in itertools.count(run.start.step + 1):
+                if next_batch is None or self._is_stopped_early:
+                    break
+                if self._status.is_slow:
+                    log.record_dispatched_step()
+                if not (log.can_continue and self._preemption.should_dispatch(step)):
                     break
                 batch, counts = next_batch
                 assert (counts.documents_P2 >= 0).all(), "a step has whole pairs"
                 if step == first_traced:
-                    log.record_dispatched_step()
-                    self._out.start_trace()
+                    log.record_dispatched_step()  # no step may be running
+                    if jax.process_index() == 0:
+                        trace = jax.profiler.trace(str(run.directory / "profile"))
+                        self._trace.enter_context(trace)
                 self._status.dispatched(estimated_s=log.estimate_step_s(counts))
                 state, results = function(state, batch)  # asynchronous
                 log.record_dispatch(results, counts)
@@ -205,23 +217,16 @@ class Loop:
                 self._out.checkpoints.poll()
                 self._status.checkpoint_s = self._out.writer.write_s
                 self._evaluate_and_save(step, state)
-            self._save_last(state)
+            log.record_dispatched_step()
+            self._status.begin_writing("the last checkpoint")
+            # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
+            self._has_pending_evaluation |= run.config.checkpoint.keep_best > 0
+            self._out.checkpoints.finish(state, self._build_meta())
         return state
 
-    def _should_dispatch(self, step: int) -> bool:
-        """True if the step may be dispatched; must be called for every step, in order."""
-        if self._is_stopped_early:
-            return False
-        if self._status.is_slow:
-            self._log.record_dispatched_step()
-        return self._log.can_continue and self._preemption.should_dispatch(step)
-
     def _evaluate_at_start(self, state: TrainState) -> None:
-        """Evaluates the starting weights if that is due.
-
-        It is due in a new run with run.eval_at_start. It is also due when a run resumes and the
-        evaluation of its last checkpoint was skipped because the run was being stopped.
-        """
+        """Evaluates the starting weights if that is due: in a new run with run.eval_at_start, and
+        if the evaluation of the checkpoint was skipped because the run was being stopped."""
         start = self._run.start
         is_resume = self._run.is_resume
         # From process 0: other nodes may have an old copy of the checkpoint's metadata cached
@@ -240,10 +245,9 @@ class Loop:
         self._log.restart_clock()
 
     def _evaluate_and_save(self, step: int, state: TrainState) -> None:
-        """Evaluates and writes a checkpoint after a step if they are due.
+        """Evaluates and writes a checkpoint after a step if they are due; no step's time has them.
 
-        The time is not part of any step's time. The evaluation comes first, because its results
-        would be lost if the run were killed between the checkpoint and the evaluation.
+        The evaluation comes first: a kill between the two would lose its results.
         """
         run = self._run
         config = run.config.run
@@ -256,7 +260,7 @@ class Loop:
         is_save_epoch = is_epoch_end and config.save_every == "epoch"
         should_save = checkpoints.is_due(step) or is_last or is_save_epoch
         is_eval_epoch = is_epoch_end and config.eval_every == "epoch"
-        should_evaluate = self._has_evaluations and evaluator.is_due(config.eval_every, step)
+        should_evaluate = self._has_evaluations and is_due(config.eval_every, step)
         should_evaluate = should_evaluate or is_last or is_eval_epoch
         should_rank = should_save and run.config.checkpoint.keep_best > 0
         if should_evaluate or (should_rank and config.eval_every is None):
@@ -270,7 +274,7 @@ class Loop:
             return
         self._log.record_dispatched_step()
         if step == last_traced:
-            self._out.stop_trace()
+            self._trace.close()
         loss = None
         self._has_pending_evaluation = should_evaluate
         # Skip the evaluation if the run is being stopped. All processes decide alike: either all of
@@ -298,28 +302,15 @@ class Loop:
             gc.disable()
         self._log.restart_clock()
 
-    def _save_last(self, state: TrainState) -> None:
-        """Writes a checkpoint of the final state, unless there is one already.
-
-        Raises: NeedsAttentionError if every attempt fails.
-        """
-        self._log.record_dispatched_step()
-        self._status.begin_writing("the last checkpoint")
-        # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
-        self._has_pending_evaluation |= self._run.config.checkpoint.keep_best > 0
-        self._out.checkpoints.finish(state, self._build_meta())
-
     def _evaluate(self, step: int, state: TrainState) -> float | None:
-        """Evaluates, writes and prints the results.
-
-        Returns: the loss on the eval set that ranks checkpoints.
-        """
+        """Evaluates, writes and prints. Returns: the loss on the set that ranks checkpoints."""
         if not self._has_evaluations:
             return None
         status = self._status
         print_line = self._out.progress.print_line
         with status.compiling("the evaluation"):
-            self._eval_sets.compile()
+            if self._eval_sets:
+                self._eval_sets.compile()
             self._tasks.compile()
         when = f"before step {step + 1}" if step == self._run.start.step else f"after step {step}"
         status.activity = Activity(
@@ -343,8 +334,14 @@ class Loop:
             for line in answers:
                 self._out.metrics.write(metrics.SAMPLES_FILE, line)
                 if line["sample"] == 0:
-                    print_line(output.format_sample(line))
-        self._out.draw_needles(lines)
+                    text = f"{line['data']}: the first answer begins with"
+                    print_line(f"{text} {line['answer'][:80]!r}")
+        if jax.process_index() == 0:
+            try:
+                task_plots.draw_if_possible(self._run.directory, lines)
+            except OSError as error:
+                reason = error.strerror
+                distributed.log(f"needle.png: could not be written: {reason}. The run continues")
         status.evaluation_s = time.perf_counter() - began
         by_set = {line["data"]: line for line in lines if "data" in line}
         self._early_stopping.record(step, by_set)
@@ -376,10 +373,8 @@ class Loop:
         return "finished" if is_complete or self._preemption.reason is None else "stopped"
 
     def print_outcome(self, console: rich.console.Console) -> None:
-        """Prints why the run stopped early, or the summary of a finished run.
-
-        Raises: NeedsAttentionError after steps that were not finite.
-        """
+        """Prints why the run stopped early, or its summary. Raises: NeedsAttentionError after bad
+        steps."""
         step = self._out.checkpoints.last_saved_step
         print_line = self._out.progress.print_line
         if self.outcome == "failed":

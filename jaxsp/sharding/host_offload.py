@@ -40,10 +40,7 @@ def reserve_pool(devices: Sequence[jax.Device], num_bytes: int) -> None:
 
 
 def build_allocator(device: jax.Device, num_bytes: int) -> jax.stages.Wrapped:
-    """Jitted function that allocates at least `num_bytes` in host memory.
-
-    It uses no memory of the device.
-    """
+    """Jitted function that allocates `num_bytes` or more in host memory, none of the device."""
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=host_memory.MEMORY_KIND)
     shape = (-(-num_bytes // MIB), MIB)
     return jax.jit(
@@ -57,11 +54,8 @@ def should_offload(param: Parameter) -> bool:
 
 
 def should_offload_gradient(param: Parameter) -> bool:
-    """True if a weight's gradient is offloaded too.
-
-    Only stacked weights: a tied embedding has two gradients in a microbatch, and they are added on
-    the device.
-    """
+    """True if a weight's gradient is offloaded too: only of stacked weights, because the two
+    gradients that a tied embedding has in a microbatch are added on the device."""
     return param.num_layers is not None and should_offload(param)
 
 
@@ -113,10 +107,7 @@ def update_each_layer(
 
 
 def sum_layers(param: Parameter, function: Callable[[Array], Array], x: Array) -> Array:
-    """Sum of function(layer) over a weight's layers.
-
-    Layers in host memory are copied to the device one at a time.
-    """
+    """Sum of function(layer) over a weight's layers; those in host memory are copied one by one."""
     if param.num_layers is None or not host_memory.is_on_host(x):
         return function(host_memory.to_device(x))
     return jax.lax.map(lambda layer: function(host_memory.to_device(layer)), x).sum()

@@ -7,7 +7,7 @@ To add a format, write a class like `Int8` and add a line to `QUANTIZED`.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,43 +17,27 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core.units import MIB
 
 
-class QuantizedFormat(Protocol):
-    """Representation of a matrix by small integers and scales, each row for itself."""
-
-    @property
-    def codes_dtype(self) -> type:
-        """Dtype of the integers."""
-
-    def count_codes(self, dim_in: int) -> int:
-        """Number of stored integers of a row."""
-
-    def count_scales(self, dim_in: int) -> int:
-        """Number of scales of a row."""
-
-    def quantize(self, xp: Any, rows: Any) -> tuple[Any, Any]:
-        """Codes and float32 scales of rows [..., i]. Args: xp: numpy or jax.numpy."""
-
-    def dequantize(self, codes: Any, scales: Any, dim_in: int) -> Any:
-        """Rows [..., dim_in], float32."""
-
-
 class Int8:
     """8-bit integers with one scale per row: the largest magnitude of the row is 127."""
 
-    codes_dtype = np.int8
+    codes_dtype: type = np.int8
 
     def count_codes(self, dim_in: int) -> int:
+        """Number of stored integers of a row."""
         return dim_in
 
     def count_scales(self, dim_in: int) -> int:
+        """Number of scales of a row."""
         return 1
 
     def quantize(self, xp: Any, rows: Any) -> tuple[Any, Any]:
+        """Codes and float32 scales of rows [..., i]. Args: xp: numpy or jax.numpy."""
         largest = xp.max(xp.abs(rows), axis=-1, keepdims=True)
         scales = xp.where(largest > 0, largest, 1).astype(np.float32) / np.float32(127)
         return xp.round(rows / scales).astype(np.int8), scales
 
     def dequantize(self, codes: Any, scales: Any, dim_in: int) -> Any:
+        """Rows [..., dim_in], float32."""
         return codes.astype(jnp.float32) * scales
 
 
@@ -64,7 +48,7 @@ class NormalFloat4:
     Source: Dettmers et al. 2023 (QLoRA), section 3 and appendix E, without double quantization.
     """
 
-    codes_dtype = np.uint8
+    codes_dtype: type = np.uint8
     block = 64
     values = np.array(
         [
@@ -104,7 +88,7 @@ class NormalFloat4:
         return blocks.reshape(*codes.shape[:-1], -1)[..., :dim_in]
 
 
-QUANTIZED: dict[str, QuantizedFormat] = {"int8": Int8(), "nf4": NormalFloat4()}
+QUANTIZED: dict[str, Int8 | NormalFloat4] = {"int8": Int8(), "nf4": NormalFloat4()}
 """Quantized formats by name, which is a value of `AdapterConfig.quantization`."""
 
 
@@ -127,56 +111,47 @@ def is_quantized(param: Parameter) -> bool:
 
 
 def can_quantize(param: Parameter) -> bool:
-    """True for the matrices of layers, also of experts.
-
-    Embedding, head, norms and biases are not quantized, nor are routers, which have a dtype of
-    their own: rounding would change the choice of experts.
-    """
+    """True for the matrices of layers, also of experts; not for routers, which have a dtype of
+    their own: rounding would change the choice of experts."""
     is_own = param.is_matrix and not param.is_adapter
     return param.num_layers is not None and is_own and param.compute_dtype is None
 
 
 def encode(param: Parameter, weight: Any, xp: Any = np) -> Any:
     """A weight, or rows of it, as it is stored. Args: weight: float32. xp: numpy or jax.numpy."""
-    if not is_quantized(param):
-        return weight.astype(jnp.dtype(param.frozen_as or "float32"))
-    quantized = QUANTIZED[str(param.frozen_as)]
-    codes, scales = (
-        _quantize_parts(quantized, weight) if xp is np else quantized.quantize(xp, weight)
-    )
-    return QuantizedMatrix(codes=codes, scales=scales, name=str(param.frozen_as))
-
-
-def _quantize_parts(quantized: QuantizedFormat, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes a MiB of rows at a time, which stay in a processor's cache."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    split = np.array_split(flat, max(1, flat.nbytes // MIB))
-    parts = zip(*(quantized.quantize(np, part) for part in split), strict=True)
-    codes, scales = (np.concatenate(part).reshape(*rows.shape[:-1], -1) for part in parts)
-    return codes, scales
+    name = str(param.frozen_as or "float32")
+    if name not in QUANTIZED:
+        return weight.astype(jnp.dtype(name))
+    if xp is not np:
+        codes, scales = QUANTIZED[name].quantize(xp, weight)
+        return QuantizedMatrix(codes=codes, scales=scales, name=name)
+    # a MiB of rows at a time, which stay in a processor's cache
+    rows = weight.reshape(-1, weight.shape[-1])
+    blocks = np.array_split(rows, max(1, rows.nbytes // MIB))
+    parts = zip(*(QUANTIZED[name].quantize(np, block) for block in blocks), strict=True)
+    codes, scales = (np.concatenate(part).reshape(*weight.shape[:-1], -1) for part in parts)
+    return QuantizedMatrix(codes=codes, scales=scales, name=name)
 
 
 def decode(param: Parameter, stored: Any, dtype: jnp.dtype) -> Any:
-    """Inverse of `encode`, in another dtype; of a quantized matrix, an approximation.
-
-    A quantized matrix becomes a JAX array; others stay in numpy or JAX.
-    """
-    if not isinstance(stored, QuantizedMatrix):
-        return stored.astype(dtype)
-    quantized = QUANTIZED[stored.name]
-    return quantized.dequantize(stored.codes, stored.scales, param.shape[-1]).astype(dtype)
+    """Inverse of `encode`, in another dtype; of a quantized matrix, an approximation, in JAX."""
+    if isinstance(stored, QuantizedMatrix):
+        quantized = QUANTIZED[stored.name]
+        stored = quantized.dequantize(stored.codes, stored.scales, param.shape[-1])
+    return stored.astype(dtype)
 
 
 def describe(param: Parameter, shape: tuple[int, ...]) -> Any:
     """Shapes and dtypes of a stored weight. Args: shape: [..., *param.shape], or with padding."""
-    if not is_quantized(param):
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(param.frozen_as or "float32"))
-    quantized = QUANTIZED[str(param.frozen_as)]
+    name = str(param.frozen_as or "float32")
+    if name not in QUANTIZED:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(name))
+    quantized = QUANTIZED[name]
     *lead, dim_in = shape
     return QuantizedMatrix(
         codes=jax.ShapeDtypeStruct((*lead, quantized.count_codes(dim_in)), quantized.codes_dtype),
         scales=jax.ShapeDtypeStruct((*lead, quantized.count_scales(dim_in)), jnp.float32),
-        name=str(param.frozen_as),
+        name=name,
     )
 
 

@@ -17,9 +17,10 @@ from jaxsp.core import axes
 
 def find_readers(mesh: Mesh) -> set[jax.Device]:
     """Devices whose shards are read: those of replica 0, or all if no process would read less."""
-    first = mesh.devices[0]  # the replica axis is the first
-    is_shared = _processes(first) != _processes(mesh.devices)
-    return {*first.flat} if is_shared else {*mesh.devices.flat}
+    first = {*mesh.devices[0].flat}  # the replica axis is the first
+    every = {*mesh.devices.flat}
+    is_shared = {x.process_index for x in first} != {x.process_index for x in every}
+    return first if is_shared else every
 
 
 def is_broadcast(mesh: Mesh) -> bool:
@@ -60,8 +61,8 @@ def broadcast(like: Any, place: NamedSharding, shards: Sequence[Array]) -> Array
         memory = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
         by_device[device] = jax.device_put(shard, memory).reshape(shard.shape or (1,))
     for device in spread.addressable_devices - by_device.keys():
-        zeros = jnp.zeros(spread.shard_shape(global_shape), like.dtype, device=device)
-        by_device[device] = zeros
+        shape_on_device = spread.shard_shape(global_shape)
+        by_device[device] = jnp.zeros(shape_on_device, like.dtype, device=device)
     arrays = [by_device[d] for d in spread.addressable_devices_indices_map(global_shape)]
     given = jax.make_array_from_single_device_arrays(global_shape, spread, arrays)
     result = jax.block_until_ready(_build_broadcast(spread, place, like.shape)(given))
@@ -85,7 +86,3 @@ def _build_broadcast(
     out_spec = place.spec if shape else PartitionSpec(None)
     on_mesh = jax.shard_map(add, mesh=spread.mesh, in_specs=spread.spec, out_specs=out_spec)
     return jax.jit(lambda x: on_mesh(x).reshape(shape), out_shardings=place)
-
-
-def _processes(devices: Any) -> set[int]:
-    return {device.process_index for device in devices.flat}

@@ -18,10 +18,7 @@ from jaxsp.sharding.quantization import QuantizedMatrix
 from jaxsp.system import device_mesh
 
 MIN_SHARDED_SIZE = 64 * 1024
-"""Minimum elements per layer for a weight to be sharded.
-
-A smaller one is not worth a collective of its own.
-"""
+"""Minimum elements per layer for a weight to be sharded: others are not worth a collective."""
 
 WEIGHTS_SCOPE = "weights"
 """Scope name, in the compiled program, of all operations that gather weights or sum gradients."""
@@ -70,9 +67,8 @@ def shard_size(param: Parameter, num_shards: int) -> int:
 
 def shard_bytes(param: Parameter, num_shards: int) -> int:
     """Bytes of a device's shard of a weight between steps, all layers together."""
-    num_bytes = quantization.stored_bytes(param, stored_shape(param, num_shards))
-    is_whole = choose_placement(param, num_shards).dim is None
-    return num_bytes if is_whole else num_bytes // num_shards
+    size = quantization.stored_bytes(param, stored_shape(param, num_shards))
+    return size if choose_placement(param, num_shards).dim is None else size // num_shards
 
 
 def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
@@ -106,23 +102,14 @@ def remove_padding(param: Parameter, stored: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A device's shard of a weight, and the holder of its gradient: see `layers.Gather`.
-
-    Value and gradient may differ in dtype and memory.
-    """
+    """A device's shard of a weight, and the holder of its gradient: see `layers.Gather`."""
 
     value: Any
     """Shard of the weight, in any float dtype or quantized."""
     grad_holder: Any
-    """Float32 array that the loss is differentiated with respect to, but does not depend on.
-
-    The gradient has its shape, dtype and memory. Zeros, or sums of gradients to which
-    `layer_stack.OffloadedStack` adds. None for a frozen weight.
-    """
-
-
-def _is_shard(x: Any) -> bool:
-    return isinstance(x, Shard)
+    """Float32 array that the loss is differentiated with respect to, but does not depend on; None
+    for a frozen weight. The gradient has its shape, dtype and memory. It has zeros, or sums of
+    gradients to which `layer_stack.OffloadedStack` adds."""
 
 
 @jax.custom_jvp
@@ -172,10 +159,8 @@ class Gather:
         return jax.tree.map(make_holder, table, values)
 
     def make_working_copy(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
-        """Replaces shards in host memory by copies in the compute dtype on the device.
-
-        Memory: the float32 values of one layer at a time are on the device.
-        """
+        """Replaces shards in host memory by copies in the compute dtype on the device, where the
+        float32 values of one layer at a time are."""
 
         def copy(param: Parameter, value: Any) -> Any:
             if not param.is_trainable or not host_memory.is_on_host(value):
@@ -187,10 +172,7 @@ class Gather:
 
     def cast_once(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
         """Copies shards to the device in the dtypes that `all_gather` casts them to, to be gathered
-        many times. To be called outside shard_map.
-
-        Shards that are there in this dtype are not copied, nor quantized ones.
-        """
+        many times; outside shard_map. Those that are there so, and quantized ones, stay."""
         return jax.tree.map(self._cast_once, table, master)
 
     def _cast_once(self, param: Parameter, value: Any) -> Any:
@@ -203,10 +185,8 @@ class Gather:
     def gather_once(
         self, table: layers.Weights, master: layers.Weights, mesh: Mesh
     ) -> layers.Weights:
-        """Copies weights as `cast_once` does, whole to every device, for the Gather `for_whole`.
-
-        Quantized ones must not be among them. Memory: see `whole_bytes`.
-        """
+        """Copies weights as `cast_once` does, whole to every device, for the Gather `for_whole`;
+        none may be quantized. Memory: see `whole_bytes`."""
         whole = NamedSharding(mesh, PartitionSpec())
         gather = jax.jit(remove_padding, static_argnums=0, out_shardings=whole)
         # one after another, so that few cast shards are in memory
@@ -247,10 +227,7 @@ class Gather:
 
     def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
         """This device's shard of the gradient's sum over all shards; if `sums_replicas_early`,
-        gradients of layers are also summed over replicas.
-
-        The gradient of a weight that is not sharded is returned without a sum.
-        """
+        gradients of layers are also summed over replicas. Without shards, there is no sum."""
         dim = choose_placement(param, self.num_shards).dim
         if dim is None:
             summed = gradient.astype(jnp.float32)
@@ -271,59 +248,56 @@ class Gather:
 
     def split_holders(self, shards: Any) -> tuple[Any, Any]:
         """Splits shards into holders and values: see `layers.Gather`."""
-        holders = jax.tree.map(lambda shard: shard.grad_holder, shards, is_leaf=_is_shard)
+        is_shard = lambda x: isinstance(x, Shard)
+        holders = jax.tree.map(lambda shard: shard.grad_holder, shards, is_leaf=is_shard)
         return holders, self.merge_holders(jax.tree.map(lambda _: None, holders), shards)
 
     def merge_holders(self, holders: Any, values: Any) -> Any:
         """Shards from holders and values: see `layers.Gather`."""
-
-        def merge(shard: Shard, holder: Any) -> Shard:
-            return dataclasses.replace(shard, grad_holder=holder)
-
-        return jax.tree.map(merge, values, holders, is_leaf=_is_shard)
+        return jax.tree.map(
+            lambda shard, holder: dataclasses.replace(shard, grad_holder=holder),
+            values,
+            holders,
+            is_leaf=lambda x: isinstance(x, Shard),
+        )
 
     def __call__(self, params: Any, shards: Any) -> Any:
         """Whole weights of a tree, or of one parameter. Gradients are returned in the holders."""
-        return jax.tree.map(self._gather_param, params, shards)
 
-    def _gather_param(self, param: Parameter, shard: Shard) -> Array:
-        if not self.has_gradient(shard):
-            return self.all_gather(param, shard)
+        def gather_param(param: Parameter, shard: Shard) -> Array:
+            if not self.has_gradient(shard):
+                return self.all_gather(param, shard)
 
-        @jax.custom_vjp
-        def gather(shard: Shard) -> Array:
-            return self.all_gather(param, shard).astype(jnp.float32)
+            @jax.custom_vjp
+            def gather(shard: Shard) -> Array:
+                return self.all_gather(param, shard).astype(jnp.float32)
 
-        gather.defvjp(
-            lambda shard: (gather(shard), None),
-            lambda _, gradient: (self.reduce_scatter(param, gradient),),
-        )
-        return gather(shard)
+            gather.defvjp(
+                lambda shard: (gather(shard), None),
+                lambda _, gradient: (self.reduce_scatter(param, gradient),),
+            )
+            return gather(shard)
 
-    def is_gradient_on_host(self, param: Parameter) -> bool:
-        """True if the gradient of a weight is in host memory."""
-        can_offload = param.is_trainable and host_offload.should_offload_gradient(param)
-        return self.gradients_on_host and can_offload
+        return jax.tree.map(gather_param, params, shards)
 
     def _move_gradient(self, param: Parameter, gradient: Array) -> Array:
-        return host_memory.to_host(gradient) if self.is_gradient_on_host(param) else gradient
+        """Moves the gradient of a trained weight to host memory, if it belongs there."""
+        is_on_host = self.gradients_on_host and host_offload.should_offload_gradient(param)
+        return host_memory.to_host(gradient) if is_on_host else gradient
 
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array
     ) -> layers.Weights:
-        """Gradients of the whole mesh, divided; None for frozen weights.
-
-        Each is summed once over every axis that its weight is not sharded on, unless
-        `reduce_scatter` has done so.
-        """
+        """Gradients of the whole mesh, divided; None for frozen weights. Each is summed over every
+        axis on which `reduce_scatter` has not summed it."""
 
         def reduce_param(param: Parameter, gradient: Array | None) -> Array | None:
             if gradient is None:
                 return None
-            is_sharded = choose_placement(param, self.num_shards).dim is not None
-            done = set(axes.SHARDS) if is_sharded else set()
+            is_whole = choose_placement(param, self.num_shards).dim is None
+            done: tuple[str, ...] = () if is_whole else axes.SHARDS
             if self._is_summed_early(param):
-                done.add(axes.REPLICA)
+                done = (*done, axes.REPLICA)
             other_axes = tuple(axis for axis in axes.ALL if axis not in done)
 
             def sum_and_divide(gradient: Array) -> Array:

@@ -14,22 +14,16 @@ from jaxsp.core.errors import UserError
 from jaxsp.system import hardware
 
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
-
 _TORCHRUN = "WORLD_SIZE"
 _OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
-_SLURM = "SLURM_STEP_NUM_TASKS"
-"""Only srun sets it; a batch script has SLURM_NTASKS too."""
+_SLURM = "SLURM_STEP_NUM_TASKS"  # only srun sets it; a batch script has SLURM_NTASKS too
 
 _NEEDED = {
     _TORCHRUN: (*_MASTER, "RANK"),
-    _OPEN_MPI: (
-        *("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        "OMPI_COMM_WORLD_RANK",
-    ),
+    _OPEN_MPI: tuple(f"OMPI_COMM_WORLD_{name}" for name in ("LOCAL_SIZE", "LOCAL_RANK", "RANK")),
     _SLURM: ("SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_PROCID"),
 }
-"""Other variables that a launcher sets, the index of the process last, by the variable of the
-number of processes."""
+"""Other variables of a launcher by its variable of the number of processes; the index is last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +61,8 @@ def detect_process(
     if arguments:
         _require(arguments, values, "Pass all three.")
         process = _parse_place(arguments, "--num-processes", "--process-id")
-        address = _check_address("--coordinator", arguments["--coordinator"])
+        address = arguments["--coordinator"]
+        _check_address("--coordinator", address)
         return dataclasses.replace(process, coordinator=address)
     variables = {name: value for name, value in environ.items() if value}
     if "RANK" in variables or _TORCHRUN in variables:
@@ -91,17 +86,25 @@ def detect_process(
     suggestion = f"Set them all, or none. Or pass {arguments_help}."
     _require(variables, (launcher, *_NEEDED[launcher]), suggestion)
     process = _parse_place(variables, launcher, _NEEDED[launcher][-1])
-    local_index, num_local = _find_local_place(variables, launcher)
-    return dataclasses.replace(
-        process,
-        coordinator=_find_coordinator(variables, launcher),
-        local_index=local_index,
-        num_local_processes=num_local,
-    )
 
+    if launcher == _SLURM:
+        tasks_per_node: list[int] = []  # from a list such as 4(x2),1
+        text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+        for tasks, num_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+            tasks_per_node += [int(tasks)] * int(num_nodes or 1)
+        node = _parse_int({"SLURM_NODEID": "0", **variables}, "SLURM_NODEID")
+        count = tasks_per_node[node] if node < len(tasks_per_node) else None
+        has_own_gpus = "SLURM_GPUS_PER_TASK" in variables  # each task sees only its own
+        index = None if has_own_gpus else _parse_int(variables, "SLURM_LOCALID")
+    else:
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's, which other launchers lack
+        if launcher == _OPEN_MPI:
+            names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        index, count = (
+            _parse_int(variables, name, minimum) if name in variables else None
+            for minimum, name in enumerate(names)
+        )
 
-def _find_coordinator(variables: Mapping[str, str], launcher: str) -> str:
-    """Address of process 0. Args: launcher: variable of the number of processes."""
     if not variables.keys().isdisjoint(_MASTER):
         example = "Set both, for example MASTER_ADDR=node-0 MASTER_PORT=29500."
         _require(variables, _MASTER, example)
@@ -131,37 +134,18 @@ def _find_coordinator(variables: Mapping[str, str], launcher: str) -> str:
         host = uri[2] or uri[3]
         port = _choose_port(int(uri[1]) // 4096)  # job ids of mpirun are multiples of 4096
     is_ipv6 = ":" in host and not host.startswith("[")
-    return f"[{host}]:{port}" if is_ipv6 else f"{host}:{port}"
-
-
-def _find_local_place(variables: Mapping[str, str], launcher: str) -> tuple[int | None, int | None]:
-    """Index of this process on its node, and number of processes there; None for unknown ones."""
-    if launcher != _SLURM:
-        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's, which other launchers lack
-        if launcher == _OPEN_MPI:
-            names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-        index, count = (
-            _parse_int(variables, name, minimum) if name in variables else None
-            for minimum, name in enumerate(names)
-        )
-        return index, count
-    tasks_per_node: list[int] = []  # from a list such as 4(x2),1
-    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for tasks, num_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks_per_node += [int(tasks)] * int(num_nodes or 1)
-    node = _parse_int({"SLURM_NODEID": "0", **variables}, "SLURM_NODEID")
-    has_own_gpus = "SLURM_GPUS_PER_TASK" in variables  # each task sees only its own
-    index = None if has_own_gpus else _parse_int(variables, "SLURM_LOCALID")
-    return index, tasks_per_node[node] if node < len(tasks_per_node) else None
+    return dataclasses.replace(
+        process,
+        coordinator=f"[{host}]:{port}" if is_ipv6 else f"{host}:{port}",
+        local_index=index,
+        num_local_processes=count,
+    )
 
 
 def count_local_processes(
     process: Process, environ: Mapping[str, str], *, devices_per_process: int = 1
 ) -> int:
-    """Number of processes on this node.
-
-    Args: devices_per_process: GPUs of each process, for jobs that do not state the number.
-    """
+    """Number of processes on this node. Args: devices_per_process: if the job does not state it."""
     if process.num_processes == 1:
         return 1
     if process.num_local_processes is not None:
@@ -192,7 +176,6 @@ def choose_local_gpus(process: Process, num_gpus: int) -> list[int] | None:
 
 
 def _require(variables: Mapping[str, str], names: Iterable[str], suggestion: str) -> None:
-    """Raises: UserError if some of the names are not set."""
     missing = [name for name in names if name not in variables]
     if missing:
         values = ", ".join(f"{name} = {variables[name]}" for name in names if name in variables)
@@ -201,7 +184,6 @@ def _require(variables: Mapping[str, str], names: Iterable[str], suggestion: str
 
 
 def _parse_place(variables: Mapping[str, str], count_name: str, index_name: str) -> Process:
-    """Number of processes, and the index of this one."""
     count = _parse_int(variables, count_name, 1)
     index = _parse_int(variables, index_name)
     if index >= count:
@@ -222,14 +204,12 @@ def _parse_int(variables: Mapping[str, str], name: str, minimum: int = 0) -> int
     return int(text)
 
 
-def _check_address(name: str, text: str) -> str:
-    """Returns a coordinator's host and port unchanged. Raises: UserError if they are invalid."""
+def _check_address(name: str, text: str) -> None:
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16:
         raise UserError(
             f"{name} = {text}: must be a host and a port from 1 to 65535, for example node-0:29500."
         )
-    return text
 
 
 def _choose_port(number: int) -> int:

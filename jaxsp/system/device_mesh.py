@@ -1,8 +1,6 @@
 """The device mesh: replica x data x seq."""
 
 import platform
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -14,9 +12,7 @@ from jaxsp.system.mesh_config import MeshConfig
 
 def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
     """Size of each axis, with data = -1 filled in.
-
-    Raises: UserError if the mesh does not fit the devices.
-    """
+    Raises: UserError if the mesh does not fit the devices."""
     inner = mesh.replica * mesh.degree
     data = num_devices // inner if mesh.data == -1 else mesh.data
     if data < 1 or data * inner != num_devices:
@@ -41,22 +37,15 @@ def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) ->
     Devices of a sequence-parallel group are neighbors. So `seq` stays within a node if it divides
     the node's devices, and spans as few nodes as possible if not.
     """
+    devices = jax.devices() if devices is None else devices
+    if devices[0].platform == "gpu":
+        # jax.devices() has the order of processes, which SLURM may deal to the nodes in turn. XLA
+        # numbers GPUs by node. From 0.12 on, jax.make_mesh sorts GPUs by these numbers too
+        devices = sorted(devices, key=lambda device: device.id)
     lengths = tuple(sizes[axis] for axis in axes.ALL)
     # The default of jax.make_mesh is Explicit
     types = (jax.sharding.AxisType.Auto,) * len(axes.ALL)
-    return jax.make_mesh(lengths, axes.ALL, axis_types=types, devices=order_by_node(devices))
-
-
-def order_by_node(devices: Sequence[Any] | None) -> list[Any]:
-    """Orders devices so that those of a node are neighbors. Args: devices: None: all.
-
-    jax.devices() has the order of processes, which SLURM may deal to the nodes in turn. XLA numbers
-    GPUs by node. From version 0.12 on, jax.make_mesh sorts GPUs by these numbers too.
-    """
-    devices = list(jax.devices() if devices is None else devices)
-    if devices[0].platform != "gpu":
-        return devices
-    return sorted(devices, key=lambda device: device.id)
+    return jax.make_mesh(lengths, axes.ALL, axis_types=types, devices=devices)
 
 
 def num_groups(mesh: jax.sharding.Mesh) -> int:

@@ -21,23 +21,14 @@ from jaxsp.system.cluster import Process
 
 # jax is imported in functions: every command imports this module, also those that print a help.
 
-JOIN_TIMEOUT_S = 300
-"""Time limit for all processes of a job to join: nodes pull their images minutes apart."""
-
-SHUTDOWN_TIMEOUT_S = 1200
-"""Time that a finished process waits for the others, which may still be writing."""
-
-POLL_INTERVAL_S = 0.5
-"""Time between two reads of what the other processes have published."""
+JOIN_TIMEOUT_S = 300  # for all processes of a job: nodes pull their images minutes apart
+SHUTDOWN_TIMEOUT_S = 1200  # a finished process waits for others, which may still be writing
+POLL_INTERVAL_S = 0.5  # time between two reads of what the other processes have published
+OWN_ERROR_GRACE_S = 1.0  # for a process to print its own message for an error that ends another too
 
 MAX_POLLS_PER_S = 200
 """Reads per second that process 0 answers, at most: with more processes, each reads less often.
-
-They take 6 % of a core (2 cores, scripts/bench/LOG.md, 2026-11-26).
-"""
-
-OWN_ERROR_GRACE_S = 1.0
-"""Time that a process has to print its own message for an error that ends another too."""
+They take 6 % of a core (2 cores, scripts/bench/LOG.md, 2026-11-26)."""
 
 EXIT_GRACE_S = 3.0
 """Time that process 0 waits for the others to end, since JAX ends them when it is gone, in addition
@@ -123,10 +114,8 @@ def _discard_gloo_output() -> None:
 
 
 def publish(key: str, value: str) -> None:
-    """Publishes this process's value of a key to the other processes, at most once per key.
-
-    Does nothing before `initialize`, after `shutdown`, and in a job of one process.
-    """
+    """Publishes this process's value of a key to the other processes, at most once per key; only
+    between `initialize` and `shutdown` of a job with several."""
     with _kv_lock:
         if _kv_client is not None:
             _kv_client.key_value_set(f"jaxsp/{key}/{_this_process.index}", value)
@@ -159,16 +148,16 @@ def is_connected() -> bool:
     return _kv_client is not None
 
 
-def line_prefix(index: int) -> str:
-    """Prefix of the lines that a process other than 0 prints."""
-    return f"process {index}: "
+def to_lines(text: str) -> str:
+    """Escapes a text for the terminal. Every process except 0 adds its index to each line."""
+    text = errors.escape(text.rstrip(), keep="\n\t")
+    if (index := _this_process.index) > 0:
+        text = textwrap.indent(text, f"process {index}: ", lambda _: True)
+    return text
 
 
 def log(text: str) -> None:
-    """Prints lines to stderr, from any thread. Every process except 0 adds its prefix."""
-    text = errors.escape(text.rstrip(), keep="\n\t")
-    if _this_process.index > 0:
-        text = textwrap.indent(text, line_prefix(_this_process.index), lambda _: True)
+    """Prints lines to stderr, from any thread."""
     with contextlib.suppress(OSError):  # such as a terminal that is closed
         # On a terminal, replaces the progress bar and ^C, which have no line break
         begin = "\r\x1b[2K" if os.isatty(2) else ""
@@ -200,17 +189,13 @@ def shutdown() -> None:
 
 def abort_job(code: int) -> NoReturn:
     """Ends this process immediately, and makes all others of the job end with the same exit code.
-
-    With sys.exit, this process would wait for the others, and they for it.
-    """
+    With sys.exit, this process would wait for the others, and they for it."""
     exit_now(code, key=_FAILED_KEY)
 
 
 def exit_now(code: int, *, key: str = _EXITED_KEY) -> NoReturn:
     """Ends this process immediately, from any thread.
-
-    Process 0 waits for the others to end, at most 3 s and the time between two reads.
-    """
+    Process 0 waits for the others to end, at most 3 s and the time between two reads."""
 
     def announce() -> None:
         if not is_connected():

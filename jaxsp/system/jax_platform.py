@@ -1,13 +1,14 @@
-"""Platform that JAX runs on: NVIDIA GPUs, or the CPU as virtual devices."""
+"""Platform that JAX runs on, GPUs or virtual CPU devices, and its cache of compiled programs."""
 
 import os
 from collections.abc import MutableMapping, Sequence
 
 import jax
 
-from jaxsp.core import errors
-from jaxsp.core.errors import UserError
-from jaxsp.system import hardware, memory_limits
+from jaxsp.core import errors, paths
+from jaxsp.core.errors import UserError, at
+from jaxsp.core.units import GIB
+from jaxsp.system import distributed, hardware
 
 CPU_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
@@ -37,6 +38,13 @@ processes."""
 OWN_AUTOTUNING_FLAG = "--xla_gpu_shard_autotuning=false"
 """Makes each process time all kernels, as if it was the only one."""
 
+MAX_CACHE_BYTES = 5 * GIB
+"""Size of the cache from which on JAX deletes the programs that were not used for longest."""
+
+MIN_CPU_RELEASE = (0, 12, 0)
+"""First release of JAX in which `auto` keeps programs for CPUs. Before, JAX prints two errors of
+1,000 columns for each kernel that it reads (jax issue 38445)."""
+
 
 def choose_platform(
     *,
@@ -53,9 +61,7 @@ def choose_platform(
     Args:
         virtual_cpu_devices: devices of all processes together, so that a config means the same
             mesh however it is launched.
-        num_local_processes: processes on this node.
-        max_pool_bytes: limit for the pinned host memory of each GPU's arrays; None: all that is
-            available.
+        max_pool_bytes: limit for the pinned host memory of each GPU's arrays; None: all there is.
         outside_bytes: memory of each GPU that CUDA and NCCL need.
     Raises: UserError if the processes cannot have the same number of devices.
     """
@@ -66,7 +72,7 @@ def choose_platform(
             jax.config.update("jax_platforms", "cpu")
         add_flags(os.environ, CPU_FLAGS)
     else:
-        memory_limits.raise_limits(
+        hardware.raise_limits(
             os.environ,
             num_local_processes=num_local_processes,
             max_pool_bytes=max_pool_bytes,
@@ -74,7 +80,7 @@ def choose_platform(
         )
         if num_processes > num_local_processes:
             add_flags(os.environ, GPU_FLAGS)
-            if has_own_autotuning(num_processes):
+            if num_processes > MAX_SHARED_AUTOTUNING:
                 add_flags(os.environ, [OWN_AUTOTUNING_FLAG])
     if virtual_cpu_devices is None:
         return
@@ -89,11 +95,6 @@ def choose_platform(
     jax.config.update("jax_num_cpu_devices", max(per_process, 1))
 
 
-def has_own_autotuning(num_processes: int) -> bool:
-    """True if each process of a job on GPUs times all kernels."""
-    return num_processes > MAX_SHARED_AUTOTUNING
-
-
 def add_flags(environ: MutableMapping[str, str], own_flags: Sequence[str]) -> None:
     """Adds the flags that the user has not set to XLA_FLAGS.
 
@@ -106,3 +107,45 @@ def add_flags(environ: MutableMapping[str, str], own_flags: Sequence[str]) -> No
     user_names = {flag.lstrip("-").partition("=")[0] for flag in flags}
     flags += [flag for flag in own_flags if flag[2:].partition("=")[0] not in user_names]
     environ["XLA_FLAGS"] = " ".join(flags)
+
+
+def enable_cache(setting: str | None, *, num_processes: int = 1) -> None:
+    """Sets JAX's compilation cache. Call it before JAX compiles anything.
+
+    Args: setting: run.compilation_cache.
+    Raises: UserError for a folder that cannot be written.
+    """
+    if setting is None:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if setting == "auto":
+        has_gpu = hardware.count_gpus(os.environ) > 0
+        # Only process 0 writes programs. Without a shared home folder it would read a program that
+        # the others compile, while XLA expects all of them to divide the timing of kernels
+        is_own = has_gpu and num_processes > MAX_SHARED_AUTOTUNING
+        has_cache = has_gpu or jax.__version_info__ >= MIN_CPU_RELEASE
+        is_automatic = is_own or (num_processes == 1 and has_cache)
+        if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not is_automatic:
+            return
+    try:
+        if setting == "auto":
+            folder = paths.cache_dir() / "programs"
+        else:
+            with at("run.compilation_cache", setting):
+                if paths.is_url(setting):
+                    raise UserError("must be a folder of this machine. Use auto.")
+                folder = paths.expand_user(setting)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied", str(folder))
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        if setting == "auto" or not isinstance(error, OSError):
+            distributed.log(f"run.compilation_cache: compiled programs are not kept: {error}")
+            return
+        raise UserError(
+            f"run.compilation_cache = {setting}: cannot be written: {error.strerror}. "
+            "Name another folder, or null for none."
+        ) from None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+        jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)

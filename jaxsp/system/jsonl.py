@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
@@ -20,8 +19,8 @@ DAMAGED_SUFFIX = ".damaged"
 class AppendFile:
     """File to which records are appended, each of them completely or not at all.
 
-    While it cannot be written, because the disk is full or a network file system fails for a
-    moment, records wait in memory. They are written as soon as that works. Both are printed once.
+    While it cannot be written (full disk, failing network), records wait in memory until it can.
+    Both are printed once.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -117,15 +116,12 @@ def _lock(file: IO[bytes]) -> Iterator[None]:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """Returns the line of a record."""
     return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
 def append_record(path: pathlib.Path, record: dict[str, Any]) -> None:
     """Appends a record as a line to a file, which may be new or end in the middle of a line.
-
-    Raises: OSError if the disk is full.
-    """
+    Raises: OSError if the disk is full."""
     line = to_line(record)
     with path.open("ab+", buffering=0) as file, _lock(file):
         if file.seek(0, os.SEEK_END):
@@ -137,9 +133,8 @@ def append_record(path: pathlib.Path, record: dict[str, Any]) -> None:
 
 
 def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = False) -> None:
-    """Removes lines of steps after `step` from a file that may not exist.
-
-    Damaged lines are moved to a file beside it, and printed, as is an end that is missing.
+    """Removes lines of steps after `step`; moves damaged ones to a file beside it, and prints both
+    damage and a missing end. The file may not exist.
 
     Args: has_regular_steps: True if the steps of the lines have equal distances.
     """
@@ -156,7 +151,7 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
         if not isinstance(line_step, int):
             # the last line of a killed run may be incomplete
             match = re.match(rb'{"step": (\d+),', line)
-            if line.endswith(b"\n") or (float(match[1]) if match else math.inf) <= step:
+            if line.endswith(b"\n") or (match and float(match[1]) <= step):
                 step_before = step_before if damaged else max(steps, default=0)
                 damaged.append(line)
         elif line_step <= step:

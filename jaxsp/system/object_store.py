@@ -12,7 +12,6 @@ from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.system import distributed, redaction
 
 WAIT_S = 5.0  # between two attempts; s3fs and gcsfs also wait before they report a failure
-
 _NUM_TRANSFERS = 4  # files at a time: parts of each are in memory
 
 

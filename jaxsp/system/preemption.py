@@ -6,6 +6,7 @@ only, and neither ends a run before its first step, nor one whose checkpoint wou
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -20,7 +21,7 @@ import jax
 
 from jaxsp.core import durations
 from jaxsp.system import distributed
-from jaxsp.system.run_status import RunStatus
+from jaxsp.system.watchdog import RunStatus
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that request a stop. A process gets SIGHUP when its terminal or ssh session closes."""
@@ -34,9 +35,7 @@ _STOP_AFTER = "run.stop_after"
 
 class ProcessProgress(NamedTuple):
     """Progress of a process at the time of a stop request, with expected seconds.
-
-    It then dispatches no further step until all processes have published their progress.
-    """
+    It then dispatches no further step until all processes have published their progress."""
 
     num_dispatched: int  # since step 0; 0 before the first step of this run
     remaining_s: float  # until the dispatched steps are finished and a checkpoint is written
@@ -46,6 +45,7 @@ class ProcessProgress(NamedTuple):
     scheduler sends one a while after SIGTERM or SIGINT."""
 
 
+@dataclasses.dataclass(eq=False)
 class Preemption:
     """Handles stop requests in the context of `listen`.
 
@@ -54,36 +54,26 @@ class Preemption:
 
     Python runs signal handlers in the main thread only, between two bytecodes, and that thread may
     block for minutes until a step is finished. So another thread reads the signals from a pipe.
-
-    Args:
-        shutdown_grace: run.shutdown_grace.
-        stop_after: run.stop_after.
-        describe_loss: describes what is lost if a run ends after this step without a checkpoint.
     """
 
-    def __init__(
-        self,
-        status: RunStatus,
-        *,
-        shutdown_grace: timedelta = timedelta.max,
-        stop_after: timedelta | None = None,
-        describe_loss: Callable[[int], str] = lambda last_step: "",
-    ):
-        self.status = status
-        self.reason: str | None = None
-        """Reason for the stop; None before a request."""
-        self._shutdown_grace = shutdown_grace
-        self._stop_after = stop_after
-        self._describe_loss = describe_loss
-        self._start_time = time.monotonic()
-        self._signal_time: float | None = None
-        self._condition = threading.Condition()
-        self._num_allowed = 0
-        self._progress: ProcessProgress | None = None
-        self._stop_step: int | None = None
-        """Step after which all processes stop; None until they have decided."""
-        self._is_done = False
-        self._closed = threading.Event()
+    status: RunStatus
+    _: dataclasses.KW_ONLY
+    shutdown_grace: timedelta = timedelta.max
+    stop_after: timedelta | None = None
+    describe_loss: Callable[[int], str] = lambda last_step: ""
+    """Describes what is lost if a run ends after this step without a checkpoint."""
+    reason: str | None = None
+    """Reason for the stop; None before a request."""
+    is_done: bool = False
+    """True if the run is finished: signals are ignored from now on."""
+    _start_time: float = dataclasses.field(default_factory=time.monotonic)
+    _signal_time: float | None = None
+    _condition: threading.Condition = dataclasses.field(default_factory=threading.Condition)
+    _num_allowed: int = 0
+    _progress: ProcessProgress | None = None
+    _stop_step: int | None = None
+    """Step after which all processes stop; None until they have decided."""
+    _closed: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
@@ -121,10 +111,6 @@ class Preemption:
             self._num_allowed = step
             return True
 
-    def mark_done(self) -> None:
-        """Ignores signals from now on, because the run is finished."""
-        self._is_done = True
-
     def _run(self, signal_fd: int) -> None:
         """Thread: reads signals, run.stop_after and requests of other processes, and decides the
         stop step; also after process 0 did not answer."""
@@ -137,11 +123,11 @@ class Preemption:
             numbers = os.read(signal_fd, 64) if ready else b""
             try:
                 for number in numbers:
-                    if number in SIGNALS and not self._is_done:
+                    if number in SIGNALS and not self.is_done:
                         self._handle_signal(signal.Signals(number))
-                if self.reason is None and self._stop_after is not None:
-                    if time.monotonic() - self._start_time >= self._stop_after.total_seconds():
-                        text = f"{_STOP_AFTER} = {durations.to_text(self._stop_after)}"
+                if self.reason is None and self.stop_after is not None:
+                    if time.monotonic() - self._start_time >= self.stop_after.total_seconds():
+                        text = f"{_STOP_AFTER} = {durations.to_text(self.stop_after)}"
                         self._hold_dispatch(text, is_own=True)
                 requests = distributed.last_read(distributed.STOP_KEY)
                 if self.reason is None and requests:
@@ -157,9 +143,7 @@ class Preemption:
 
     def _handle_signal(self, number: signal.Signals) -> None:
         """Requests a stop; ends all processes immediately if it is a second signal.
-
-        SIGHUP is none: a terminal that closes may send several.
-        """
+        SIGHUP is none: a terminal that closes may send several."""
         now = time.monotonic()
         if self._signal_time is None:
             self._signal_time = now
@@ -173,10 +157,8 @@ class Preemption:
             self._hold_dispatch(number.name, is_own=True)
 
     def _hold_dispatch(self, reason: str, *, is_own: bool = False) -> None:
-        """Prevents the next dispatch, and publishes the progress of this process.
-
-        Args: is_own: the request is of this process, which publishes it too.
-        """
+        """Prevents the next dispatch; publishes this process's progress, and a request that is its
+        own."""
         if is_own:
             distributed.publish(distributed.STOP_KEY, reason)
         with self._condition:
@@ -220,12 +202,12 @@ class Preemption:
         is_early = True
         if not last:
             message = f"stopped by {reason} before the first step: nothing is lost"
-        elif is_kill_expected and remaining_s > self._shutdown_grace.total_seconds():
-            grace = durations.to_text(self._shutdown_grace)
+        elif is_kill_expected and remaining_s > self.shutdown_grace.total_seconds():
+            grace = durations.to_text(self.shutdown_grace)
             message = (
                 f"stopped by {reason} immediately: the dispatched steps and a checkpoint would "
                 f"take about {remaining_s:.0f} s, and run.shutdown_grace is {grace}. "
-                f"{self._describe_loss(last)}"
+                f"{self.describe_loss(last)}"
             )
         else:
             is_early = False
@@ -240,7 +222,6 @@ class Preemption:
 
 
 def stop_message(reason: str, *, stop_step: int, remaining_s: float) -> str:
-    """Formats the message of a run that writes its checkpoint in `remaining_s` seconds."""
     prefix = "" if reason == signal.SIGINT.name else f"{reason}: "
     repeat = "Ctrl-C" if prefix else "Ctrl-C again"
     if reason.startswith(signal.SIGTERM.name):

@@ -7,9 +7,7 @@ import urllib.parse
 from collections.abc import Mapping
 
 _SECRET_NAME = re.compile(r"(^|_)(TOKEN|[A-Z]*KEY|PASSWORD|PASSWD|PASSPHRASE)$|SECRET")
-
 _ADDRESS_NAME = re.compile(r"(^|_)(UR[IL]S?|ENDPOINT|DSN|PROXY|CONNECTION_STRING)(_|$)")
-
 _URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>`]*""")
 
 

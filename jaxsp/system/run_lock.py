@@ -14,16 +14,10 @@ from collections.abc import Iterator
 from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError, at
 
-CONFIG_FILE = "config.yaml"
-"""File that marks a run directory: once it exists, the run has started."""
-
+CONFIG_FILE = "config.yaml"  # file that marks a run directory: once it exists, the run has started
 LOCK_FILE = "lock"
-
-HOLDER_FILE = "lock.json"
-"""File that describes the process that holds the lock."""
-
-HEARTBEAT_FILE = "heartbeat.json"
-"""File that a running holder rewrites every few seconds."""
+HOLDER_FILE = "lock.json"  # describes the process that holds the lock
+HEARTBEAT_FILE = "heartbeat.json"  # a running holder rewrites it every few seconds
 
 BOOKKEEPING_FILES = (
     LOCK_FILE,
@@ -50,9 +44,7 @@ def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None
     If a file system locks within a node only, the holder's heartbeat shows whether it is alive. At
     the end, what was created for the lock is removed if no run has started.
 
-    Args:
-        config_path: config of the command, written to HOLDER_FILE.
-        name: name of the folder in messages; default: its path.
+    Args: config_path: written to HOLDER_FILE. name: of the folder in messages; default: its path.
     Raises: UserError that names the holder, or why the folder cannot be created or locked.
     """
     import jax  # the names of the files are needed without it

@@ -11,8 +11,7 @@ from typing import Any
 
 from jaxsp.core import files
 
-_full_disks: dict[int, str] = {}
-"""Last such error of each file descriptor."""
+_full_disks: dict[int, str] = {}  # last such error of each file descriptor
 
 
 class _OutputFile(io.FileIO):
@@ -51,9 +50,7 @@ def open_output(fd: int, like: Any) -> io.TextIOWrapper:
 
 def protect() -> None:
     """Replaces stdout and stderr by streams that never fail, unless something else has.
-
-    Closed descriptors become /dev/null. Otherwise the next file would get XLA's messages.
-    """
+    Closed descriptors become /dev/null. Otherwise the next file would get XLA's messages."""
     for fd in range(3):
         try:
             os.fstat(fd)

@@ -1,72 +1,180 @@
-"""Watchdog: ends a process that hangs, and writes a heartbeat file for external monitors."""
+"""Status of a run, and the watchdog that ends a process without progress.
 
+It also writes a heartbeat file for external monitors.
+"""
+
+import collections
+import contextlib
+import dataclasses
 import json
 import math
 import os
 import pathlib
 import platform
+import statistics
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 from jaxsp.core import durations, exit_codes, files
-from jaxsp.system import distributed, run_status
-from jaxsp.system.run_status import Activity, RunStatus
+from jaxsp.system import distributed
 
-HEARTBEAT_INTERVAL_S = 5.0
-"""Time between two heartbeats, and between two checks for progress."""
-
-MESSAGE_TIMEOUT_S = 10.0
-"""Time limit for printing the stacks of a process that hangs."""
+HEARTBEAT_INTERVAL_S = 5.0  # time between two heartbeats, and between two checks for progress
+MESSAGE_TIMEOUT_S = 10.0  # time limit for printing the stacks of a process that hangs
 
 # Times without progress that count as a hang, unless run.step_timeout is set
 MIN_TIMEOUT_S = 600.0
-TIMEOUT_FACTOR = 10
-"""Multiple of the expected time."""
-MAX_TIMEOUT_S = 86_400.0
-"""Limit for a step whose duration is unknown."""
+TIMEOUT_FACTOR = 10  # multiple of the expected time
+MAX_TIMEOUT_S = 86_400.0  # limit for a step whose duration is unknown
 
 MIN_CPU_USE = 0.05
-"""Minimum CPU seconds per second of a process whose CPU devices compute.
-
-Threads that all wait for each other use none: XLA may run independent collectives in different
-orders on different devices.
+"""Minimum CPU seconds per second of a process whose CPU devices compute. Threads that all wait for
+each other use none: XLA may run independent collectives in different orders on different devices.
 """
 
 _MIN_WRITTEN_BYTES = 2**20
 """Bytes written between two checks that count as progress of a write; heartbeats are smaller."""
 
+SLOW_STEP_S = 10.0
+"""Steps slower than this are not dispatched ahead, so that a shutdown waits for one step, not two.
+The devices then idle between two steps for the milliseconds that a dispatch takes: less than a
+thousandth of the step."""
 
+
+@dataclasses.dataclass(kw_only=True)
+class Activity:
+    """Current activity of a run. While it lasts, only `last_progress` changes."""
+
+    description: str
+    is_watched: bool = True
+    """True if the next sign of progress has a time limit."""
+    expected_s: float | None = None
+    """Seconds from one sign of progress to the next."""
+    estimated_s: float | None = None
+    """Upper estimate of these seconds by arithmetic, where they are unknown."""
+    is_writing: bool = False
+    """True if bytes written to files are progress."""
+    duration_s: float | None = None
+    """Seconds that it took last time."""
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    last_progress: float = dataclasses.field(default_factory=time.monotonic)
+
+
+def read_bytes_written() -> int:
+    """Bytes that this process has written to files so far; 0 if the kernel does not count them."""
+    try:
+        fields = pathlib.Path("/proc/self/io").read_text(encoding="ascii").split()
+        return int(fields[fields.index("wchar:") + 1])
+    except (OSError, ValueError):
+        return 0
+
+
+@dataclasses.dataclass(eq=False)
+class RunStatus:
+    """Status of a run: the training loop writes it, the watchdog adds signs of progress."""
+
+    activity: Activity = dataclasses.field(
+        default_factory=lambda: Activity(description="preparing", is_watched=False)
+    )
+    num_finished: int | None = None
+    """Number of finished steps since step 0; None before training."""
+    checkpoint_s: float | None = None
+    """Seconds from the start of the last checkpoint until it was written."""
+    evaluation_s: float | None = None
+    _num_running: int = 0  # steps that are dispatched and not finished
+    _durations_s: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=20)
+    )
+
+    @contextlib.contextmanager
+    def compiling(self, description: str) -> Iterator[None]:
+        """Context of a compilation, of unknown duration, in the middle of an activity."""
+        interrupted = self.activity
+        self.activity = Activity(description=f"compiling {description}", is_watched=False)
+        try:
+            yield
+        finally:
+            interrupted.last_progress = time.monotonic()
+            self.activity = interrupted
+
+    def begin_writing(self, description: str) -> None:
+        """Records the start of a write. Its signs of progress are expected as often as steps."""
+        self.activity = Activity(description=description, expected_s=self.step_s, is_writing=True)
+
+    def heartbeat(self) -> None:
+        """Records a sign of progress."""
+        self.activity.last_progress = time.monotonic()
+
+    def waiting_for_step(self, num_finished: int) -> None:
+        """Records that the next step can start."""
+        self.num_finished = num_finished
+        description = f"step {num_finished + 1}"
+        self.activity = Activity(description=description, expected_s=self.step_s or None)
+
+    def dispatched(self, *, estimated_s: float | None = None) -> None:
+        """Records the dispatch of a step, which starts when the step before it is finished."""
+        self._num_running += 1
+        if self._num_running == 1:  # it has started already
+            self.activity.estimated_s = estimated_s
+            self.activity.expected_s = self.step_s or None
+
+    def finished(self, step: int, seconds: float) -> None:
+        """Records the end of a step, and its duration."""
+        self._num_running -= 1
+        self._durations_s.append(seconds)
+        self.waiting_for_step(step)
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of the last steps; 0 before the first step."""
+        return statistics.median([*self._durations_s] or [0.0])
+
+    @property
+    def is_slow(self) -> bool:
+        """True if the next step must not be dispatched ahead."""
+        return self.step_s > SLOW_STEP_S
+
+    @property
+    def num_dispatched(self) -> int:
+        """Number of dispatched steps since step 0."""
+        return (self.num_finished or 0) + self._num_running
+
+    def remaining_s(self) -> float:
+        """Expected seconds until the dispatched steps, or an evaluation, are finished; 0 if their
+        duration is unknown."""
+        activity = self.activity
+        if activity.duration_s is not None:
+            return max(0.0, activity.began + activity.duration_s - time.monotonic())
+        expected_s = self._num_running * self.step_s
+        return max(0.0, activity.last_progress + expected_s - time.monotonic())
+
+
+@dataclasses.dataclass(eq=False)
 class Watchdog:
     """Context in which a thread checks the status of a run for progress.
 
     Without progress in time, it prints the stacks of all threads and ends all processes with exit
     code 75. It needs the GIL for that. If code hangs while it holds the GIL, the other processes
     detect it, and the heartbeat stops.
-
-    Args:
-        step_timeout: run.step_timeout.
-        heartbeat_file: file that is rewritten every few seconds; None: no file.
-        has_cpu_devices: JAX's devices are CPUs, all of this process. A step of unknown duration,
-            such as the first, then makes progress as long as this process uses CPU time.
     """
 
-    def __init__(
-        self,
-        status: RunStatus,
-        *,
-        step_timeout: timedelta | None = None,
-        heartbeat_file: pathlib.Path | None = None,
-        has_cpu_devices: bool = False,
-    ):
-        self._status = status
-        self._step_timeout_s = None if step_timeout is None else step_timeout.total_seconds()
-        self._has_cpu_devices = has_cpu_devices
+    status: RunStatus
+    _: dataclasses.KW_ONLY
+    step_timeout: timedelta | None = None
+    heartbeat_file: pathlib.Path | None = None
+    has_cpu_devices: bool = False
+    """JAX's devices are CPUs, all of this process. A step of unknown duration, such as the first,
+    then makes progress as long as this process uses CPU time."""
+
+    def __post_init__(self) -> None:
+        timeout = self.step_timeout
+        self._step_timeout_s = None if timeout is None else timeout.total_seconds()
         self._interval_s = min(HEARTBEAT_INTERVAL_S, (self._step_timeout_s or math.inf) / 4)
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        if heartbeat_file is not None:  # in a thread that an unresponsive disk may block
-            args = (heartbeat_file,)
+        if self.heartbeat_file is not None:  # in a thread that an unresponsive disk may block
+            args = (self.heartbeat_file,)
             self._threads.append(
                 threading.Thread(target=self._write_heartbeats, args=args, daemon=True)
             )
@@ -80,7 +188,7 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         end = "ended" if kind is None else "failed"
-        self._status.activity = Activity(description=end, is_watched=False)
+        self.status.activity = Activity(description=end, is_watched=False)
         self._closed.set()
         for thread in self._threads:
             thread.join()
@@ -95,7 +203,7 @@ class Watchdog:
             rule = f"{TIMEOUT_FACTOR} times the expected time"
             return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s), rule
         rule = "no step has finished"
-        if self._has_cpu_devices:  # the minimum is enough, because CPU use is progress too
+        if self.has_cpu_devices:  # the minimum is enough, because CPU use is progress too
             return MIN_TIMEOUT_S, f"{rule}, and this process uses no CPU time"
         if activity.estimated_s is None:
             return MAX_TIMEOUT_S, rule
@@ -106,21 +214,21 @@ class Watchdog:
         while not self._closed.wait(self._interval_s):
             since_check_s = time.monotonic() - last_check
             if since_check_s > 2 * self._interval_s + HEARTBEAT_INTERVAL_S:
-                self._status.heartbeat()  # the whole process was suspended
+                self.status.heartbeat()  # the whole process was suspended
             last_check = time.monotonic()
             self._check_activity()
 
     def _check_activity(self) -> None:
-        activity = self._status.activity
+        activity = self.status.activity
         bytes_before = self._bytes_written
-        self._bytes_written = run_status.read_bytes_written() if activity.is_writing else 0
+        self._bytes_written = read_bytes_written() if activity.is_writing else 0
         used_s = time.process_time() - self._cpu_s
         self._cpu_s += used_s
         has_written = self._bytes_written > bytes_before + _MIN_WRITTEN_BYTES
         is_unlimited = activity.expected_s is None and self._step_timeout_s is None
-        is_computing = self._has_cpu_devices and used_s > MIN_CPU_USE * self._interval_s
+        is_computing = self.has_cpu_devices and used_s > MIN_CPU_USE * self._interval_s
         if (activity.is_writing and has_written) or (is_unlimited and is_computing):
-            self._status.heartbeat()
+            self.status.heartbeat()
             return
         idle_s = time.monotonic() - activity.last_progress
         limit_s, rule = self.choose_timeout(activity)
@@ -140,16 +248,14 @@ class Watchdog:
 
     def _write_heartbeats(self, file: pathlib.Path) -> None:
         """Writes the heartbeat file, at last after the end of the run.
-
-        A full disk must not end a run with nothing to save yet.
-        """
+        A full disk must not end a run with nothing to save yet."""
         is_closed = is_broken = False
         while True:
-            activity = self._status.activity
+            activity = self.status.activity
             fields = {
                 "host": platform.node(),
                 "pid": os.getpid(),
-                "step": self._status.num_finished,
+                "step": self.status.num_finished,
                 "activity": activity.description,
                 "idle_s": round(time.monotonic() - activity.last_progress, 1),
                 "written_at": time.time(),

@@ -4,9 +4,15 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from jaxsp.config import yaml_io
-from jaxsp.config.fields import HERE, ConfigSection, with_examples
-from jaxsp.tasks.registry import TASK
+from jaxsp.config.fields import HERE, Choice, ConfigSection, with_examples
+from jaxsp.tasks.frequent_words import FrequentWords
+from jaxsp.tasks.needles import MultiKey, MultiQuery, MultiValue, Needle
 from jaxsp.tasks.task import Task
+from jaxsp.tasks.variable_tracking import VariableTracking
+
+TASKS = (Needle, MultiKey, MultiValue, MultiQuery, VariableTracking, FrequentWords)
+
+TASK = Choice(selector="task", types=TASKS)
 
 
 class EvalConfig(ConfigSection):

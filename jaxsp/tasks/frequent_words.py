@@ -1,13 +1,13 @@
 """Frequent words: the most frequent of many coded words, as RULER's `fwe` (NVIDIA/RULER)."""
 
+import bisect
 import math
 from typing import Literal
 
 import numpy as np
 
 from jaxsp.tasks.part_tokenizer import Ids, PartTokenizer
-from jaxsp.tasks.random_words import draw_words
-from jaxsp.tasks.task import Task, TooShortError
+from jaxsp.tasks.task import Task, TooShortError, draw_words
 
 _INTRODUCTION = "Count how often each coded word occurs in this text.\n"
 
@@ -59,7 +59,13 @@ class FrequentWords(Task):
         min_tokens = num_fixed + int(sizes @ _count(_MIN_DOTS, num_words))
         if max_tokens < min_tokens:
             raise TooShortError(min_tokens)
-        num_dots = _find_num_dots(sizes, max_tokens - num_fixed)
+        num_tokens = max_tokens - num_fixed
+        # the largest number for which all words fit
+        num_dots = _MIN_DOTS + bisect.bisect(
+            range(_MIN_DOTS + 1, num_tokens + 1),
+            num_tokens,
+            key=lambda number: sizes @ _count(number, num_words),
+        )
         ranks = np.repeat(np.arange(num_words), _count(num_dots, num_words))
         order_random.shuffle(ranks)
         if ranks[-1] == 0:
@@ -71,21 +77,5 @@ class FrequentWords(Task):
 
 
 def _count(num_dots: int, num_words: int) -> np.ndarray:
-    """Number of times each word occurs, from the most frequent one, which are dots."""
+    """Number of times each word occurs, first the dots, which are the most frequent."""
     return num_dots // np.arange(1, num_words + 1) ** 2
-
-
-def _find_num_dots(sizes: np.ndarray, num_tokens: int) -> int:
-    """Finds the largest number of dots for which all words fit, by binary search.
-
-    Args: sizes: number of tokens of each word.
-    """
-    fits = _MIN_DOTS
-    exceeds = num_tokens + 1
-    while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        if sizes @ _count(middle, len(sizes)) <= num_tokens:
-            fits = middle
-        else:
-            exceeds = middle
-    return fits

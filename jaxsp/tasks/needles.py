@@ -7,6 +7,7 @@ values that the generated text contains in any order. Haystacks of needles only 
 and 3) and UUIDs are left out.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from jaxsp.config.fields import PositiveCount, with_examples
 from jaxsp.tasks import haystack
-from jaxsp.tasks.haystack_task import HaystackTask, Question
+from jaxsp.tasks.haystack import HaystackTask, Question
 
 _INTRODUCTION = "Remember the access codes in this text.\n"
 
@@ -36,9 +37,7 @@ class Needle(HaystackTask):
         return [index / (self.depths - 1) for index in range(self.depths)]
 
     def draw(self, random: np.random.Generator) -> Question:
-        (key,) = _draw_keys(random, 1)
-        (value,) = _draw_values(random, 1)
-        return _ask_for_one(key, value, needles=[_format_needle(key, value)])
+        return _ask_for_one(random, num_keys=1)
 
 
 class MultiKey(HaystackTask):
@@ -47,10 +46,7 @@ class MultiKey(HaystackTask):
     task: Literal["multi_key"] = "multi_key"
 
     def draw(self, random: np.random.Generator) -> Question:
-        keys = _draw_keys(random, _NUM_NEEDLES)
-        values = _draw_values(random, _NUM_NEEDLES)
-        asked = int(random.integers(_NUM_NEEDLES))
-        return _ask_for_one(keys[asked], values[asked], needles=_format_needles(keys, values))
+        return _ask_for_one(random, num_keys=_NUM_NEEDLES)
 
 
 class MultiValue(HaystackTask):
@@ -89,32 +85,30 @@ class MultiQuery(HaystackTask):
         )
 
 
-def _ask_for_one(key: str, value: str, *, needles: Sequence[str]) -> Question:
-    """Asks for one code with the words of its needle."""
+def _ask_for_one(random: np.random.Generator, *, num_keys: int) -> Question:
+    """Asks for the code of one of several keys with the words of its needle."""
+    keys = _draw_keys(random, num_keys)
+    values = _draw_values(random, num_keys)
+    asked = int(random.integers(num_keys))
     return Question(
         introduction=_INTRODUCTION,
-        needles=tuple(needles),
-        question=f"Question: What is the access code of {key}?\n"
-        f"Answer: The access code of {key} is",
-        answer=f" {value}",
+        needles=_format_needles(keys, values),
+        question=f"Question: What is the access code of {keys[asked]}?\n"
+        f"Answer: The access code of {keys[asked]} is",
+        answer=f" {values[asked]}",
     )
 
 
-def _format_needle(key: str, value: str) -> str:
-    return f"The access code of {key} is {value}.\n"
-
-
 def _format_needles(keys: Sequence[str], values: Sequence[str]) -> tuple[str, ...]:
-    return tuple(_format_needle(key, value) for key, value in zip(keys, values, strict=True))
+    pairs = zip(keys, values, strict=True)
+    return tuple(f"The access code of {key} is {value}.\n" for key, value in pairs)
 
 
 def _draw_keys(random: np.random.Generator, number: int) -> list[str]:
     """Draws different keys, such as amber-falcon."""
     words = haystack.read_words()
-    nouns = words["key_nouns"]
-    num_keys = len(words["key_adjectives"]) * len(nouns)
-    pairs = [divmod(int(index), len(nouns)) for index in random.choice(num_keys, number, False)]
-    return [f"{words['key_adjectives'][adjective]}-{nouns[noun]}" for adjective, noun in pairs]
+    pairs = [*itertools.product(words["key_adjectives"], words["key_nouns"])]
+    return ["-".join(pairs[index]) for index in random.choice(len(pairs), number, False)]
 
 
 def _draw_values(random: np.random.Generator, number: int) -> list[str]:

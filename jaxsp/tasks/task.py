@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import string
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -32,9 +33,8 @@ class TooShortError(Exception):
     """Too few tokens for a sample."""
 
     def __init__(self, min_tokens: int):
-        self.min_tokens = min_tokens
-        """Smallest number that works for this sample."""
         super().__init__(f"must have at least {min_tokens} tokens")
+        self.min_tokens = min_tokens
 
 
 class Task(ConfigSection, abc.ABC):
@@ -72,9 +72,7 @@ class Task(ConfigSection, abc.ABC):
 
         The question must not depend on max_tokens, so that lengths are compared by the same
         questions, and `TooShortError.min_tokens` is right.
-
-        Args: depth: one of `list_depths`.
-        Raises: TooShortError.
+        Args: depth: one of `list_depths`. Raises: TooShortError.
         """
 
     def make_samples(
@@ -88,21 +86,18 @@ class Task(ConfigSection, abc.ABC):
         """Makes the samples of one length, one depth after another.
 
         They depend on the seed, the task, the depth and the tokenizer, and not on the process or
-        the platform. Those of different lengths have the same questions, so that lengths are
-        compared by the same questions; those of different depths have different ones.
+        the platform. Those of different lengths have the same questions; those of different depths
+        have different ones.
 
         Args:
             tokenize: tokenizer without special tokens.
             length: maximum number of tokens of prompt, answer and reserved tokens.
             reserved_tokens: number of tokens that the caller adds, such as BOS.
             field: name of the field that has the length, for errors.
-
-        Raises: UserError for a length in which the question does not fit, with the smallest that
-            works.
         """
         parts = PartTokenizer(tokenize)
         task_key = zlib.crc32(self.task.encode())  # Python's hash differs between processes
-        made = []
+        samples = []
         min_length = 0
         for depth in self.list_depths():
             depth_key = 0 if depth is None else 1 + round(depth * 1e6)
@@ -115,7 +110,7 @@ class Task(ConfigSection, abc.ABC):
                 except TooShortError as error:
                     min_length = max(min_length, error.min_tokens + reserved_tokens)
                     continue
-                made.append(
+                samples.append(
                     Sample(prompt_ids=prompt_ids, answer_ids=answer_ids, length=length, depth=depth)
                 )
         if min_length:
@@ -123,4 +118,16 @@ class Task(ConfigSection, abc.ABC):
                 f"{field} = {length}: must be at least {min_length}, the tokens of the shortest "
                 f"prompts and answers of {self.task} with this tokenizer. Use {min_length} or more."
             )
-        return made
+        return samples
+
+
+def draw_words(random: np.random.Generator, number: int, *, num_letters: int) -> list[str]:
+    """Draws different words of lower-case letters.
+
+    A larger number continues the same words, for the same state of the generator.
+    """
+    words: dict[str, None] = {}
+    while len(words) < number:
+        letters = random.integers(len(string.ascii_lowercase), size=num_letters)
+        words["".join(string.ascii_lowercase[letter] for letter in letters)] = None
+    return list(words)

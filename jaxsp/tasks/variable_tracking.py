@@ -4,8 +4,8 @@ from typing import Literal
 
 import numpy as np
 
-from jaxsp.tasks.haystack_task import HaystackTask, Question
-from jaxsp.tasks.random_words import draw_words
+from jaxsp.tasks.haystack import HaystackTask, Question
+from jaxsp.tasks.task import draw_words
 
 _NUM_HOPS = 4
 

@@ -168,14 +168,22 @@ def choose_options(
                 sums_replicas_early=sums_replicas_early,
             )
             options |= {name: value for name, value in own.items() if name not in flags}
-            is_prefetched = bool(PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys())
-            parts += _describe_prefetch(config, release, is_prefetched=is_prefetched)
+            if PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys():
+                parts.append("activations of the next layer are prefetched from host memory")
+            elif config.memory.offload_activations != "none" and release < MIN_PREFETCH_RELEASE:
+                parts.append("offloaded activations are not prefetched (needs jax 0.11.1 or later)")
         else:
             parts.append(f"defaults, because options were not tested with jaxlib {version}")
         if is_deterministic:
             has_triton = is_tested and release >= (0, 11)
             fixed = DETERMINISTIC | NO_TRITON if has_triton else DETERMINISTIC
-            _check_contradictions(requested, fixed)
+            for name in fixed.keys() & requested.keys():
+                if requested[name] != fixed[name]:
+                    actual = yaml_io.format_value(requested[name])
+                    raise UserError(
+                        f"run.xla_options.{name} = {actual}: run.deterministic = true sets it to "
+                        f"{yaml_io.format_value(fixed[name])}. Leave one of them out."
+                    )
             options |= fixed
             parts.append(
                 "deterministic: sums in a fixed order, kernels not chosen by timing them, cuDNN's "
@@ -183,7 +191,11 @@ def choose_options(
             )
     elif is_deterministic:
         parts.append("run.deterministic has no effect: CPUs are always deterministic")
-    parts += _describe_user_options(requested, flags)
+    if requested:
+        values = (f"{name}={yaml_io.format_value(value)}" for name, value in requested.items())
+        parts.append(f"run.xla_options: {', '.join(values)}")
+    if flags:
+        parts.append(f"XLA_FLAGS: {', '.join(flags)}")
     return CompileOptions(
         options=options | requested,
         description="; ".join(parts),
@@ -211,39 +223,6 @@ def _own_options(
     if config.memory.offload_activations != "none" and release >= MIN_PREFETCH_RELEASE:
         options |= PREFETCH_FROM_HOST
     return options
-
-
-def _describe_prefetch(
-    config: StepConfig, release: tuple[int, ...], *, is_prefetched: bool
-) -> list[str]:
-    """Descriptions for the banner, if there are any."""
-    if is_prefetched:
-        return ["activations of the next layer are prefetched from host memory"]
-    if config.memory.offload_activations != "none" and release < MIN_PREFETCH_RELEASE:
-        return ["offloaded activations are not prefetched (needs jax 0.11.1 or later)"]
-    return []
-
-
-def _describe_user_options(requested: XlaOptions, flags: list[str]) -> list[str]:
-    """Descriptions of options that users set. Args: flags: names of those in XLA_FLAGS."""
-    parts = []
-    if requested:
-        values = (f"{name}={yaml_io.format_value(value)}" for name, value in requested.items())
-        parts.append(f"run.xla_options: {', '.join(values)}")
-    if flags:
-        parts.append(f"XLA_FLAGS: {', '.join(flags)}")
-    return parts
-
-
-def _check_contradictions(requested: XlaOptions, fixed: XlaOptions) -> None:
-    """Raises: UserError if run.xla_options contradicts the options of run.deterministic."""
-    for name in fixed.keys() & requested.keys():
-        if requested[name] != fixed[name]:
-            actual = yaml_io.format_value(requested[name])
-            raise UserError(
-                f"run.xla_options.{name} = {actual}: run.deterministic = true sets it to "
-                f"{yaml_io.format_value(fixed[name])}. Leave one of them out."
-            )
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: CompileOptions) -> jax.stages.Compiled:
@@ -286,15 +265,13 @@ def _make_cudnn_deterministic(lowered: jax.stages.Lowered) -> None:
     """
     module: Any = lowered.compiler_ir()
 
-    def is_backward(target: str) -> bool:
-        return target.startswith(cudnn_calls.CUSTOM_CALL_PREFIX) and target.endswith("Backward")
-
     def update_call(op: Any) -> Any:
-        attributes = op.attributes
-        if op.name == "stablehlo.custom_call" and is_backward(attributes["call_target_name"].value):
-            backend_config = json.loads(attributes["backend_config"].value)
-            backend_config["cudnn_fmha_backend_config"]["force_deterministic"] = True
-            attributes["backend_config"] = ir.StringAttr.get(json.dumps(backend_config))
+        if op.name == "stablehlo.custom_call":
+            target = op.attributes["call_target_name"].value
+            if target.startswith(cudnn_calls.CUSTOM_CALL_PREFIX) and target.endswith("Backward"):
+                backend_config = json.loads(op.attributes["backend_config"].value)
+                backend_config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+                op.attributes["backend_config"] = ir.StringAttr.get(json.dumps(backend_config))
         return ir.WalkResult.ADVANCE
 
     with module.context:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jaxsp.model import decoder
 from jaxsp.sharding.sharding import Shard
 from jaxsp.system import device_mesh
 from jaxsp.training import loss, metric_table, pair_losses
+from jaxsp.training.loss import Head
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec
 
@@ -55,8 +55,7 @@ def prepare_pairs(
     def score(inputs: tuple[Batch, Array]) -> tuple[Sums, None]:
         rows, microbatch = inputs
         keys = make_token_keys(spec, rows, step, microbatch)
-        losses = compute_token_losses(spec, values, holders, rows, keys)
-        losses_Bl = losses.losses_Bl
+        losses_Bl, _, _ = compute_token_losses(spec, values, holders, rows, keys)
         return {
             "logps_P2": pair_losses.sum_log_probabilities(spec, losses_Bl, rows, pairs.inputs)
         }, None
@@ -86,38 +85,15 @@ def sum_microbatch(
     """
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
     if weigh is None:
-        sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, batch.weights_BL, **head)
+        sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, head, batch.weights_BL)
         return sums | statistics
-    compute_losses = lambda: loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)[0]
+    compute_losses = lambda: loss.compute_token_losses(hidden_BlD, batch.labels_BL, head)[0]
     weights_Bl, pair_sums = weigh(batch, compute_losses)
-    sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, weights_Bl, **head)
+    sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, head, weights_Bl)
     sums[WEIGHTED_SUM] = sums.pop("loss_sum")
     if spec.model.has_scores:  # a score predicts no token
         del sums["num_correct"]
     return sums | pair_sums | statistics
-
-
-def make_zeros(
-    spec: StepSpec,
-    values: layers.Weights,
-    holders: layers.Weights,
-    batch: Batch,
-    weigh: Weigh | None,
-) -> Sums:
-    """Zeros of the sums of a microbatch. Args: batch: all microbatches."""
-    compute = functools.partial(sum_microbatch, spec, values, holders, weigh=weigh)
-    return metric_table.make_zeros(compute, batch)
-
-
-class TokenLosses(NamedTuple):
-    """Losses of this device's tokens in a microbatch."""
-
-    losses_Bl: Float32[Array, "B l"]
-    """0 without a label."""
-    is_correct_Bl: Bool[Array, "B l"]
-    """True where the label is the likeliest token."""
-    sums: Sums
-    """Sums over the tokens, and of routers' statistics."""
 
 
 def compute_token_losses(
@@ -126,11 +102,12 @@ def compute_token_losses(
     holders: layers.Weights,
     batch: Batch,
     token_keys: Keys | None = None,
-) -> TokenLosses:
-    """Losses of this device's tokens in a microbatch, without gradients."""
+) -> tuple[Float32[Array, "B l"], Bool[Array, "B l"], Sums]:
+    """Losses of this device's tokens in a microbatch, without gradients: see `loss`; with the sums
+    of routers' statistics."""
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
-    losses_Bl, is_correct_Bl, sums = loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)
-    return TokenLosses(losses_Bl, is_correct_Bl, sums | statistics)
+    losses_Bl, is_correct_Bl, sums = loss.compute_token_losses(hidden_BlD, batch.labels_BL, head)
+    return losses_Bl, is_correct_Bl, sums | statistics
 
 
 def _run_layers(
@@ -139,8 +116,8 @@ def _run_layers(
     holders: layers.Weights,
     batch: Batch,
     token_keys: Keys | None,
-) -> tuple[Array, dict[str, Any], Sums]:
-    """Hidden states, arguments of the functions of `loss`, and sums of routers' statistics."""
+) -> tuple[Array, Head, Sums]:
+    """Hidden states, the head, and sums of routers' statistics."""
     shards = jax.tree.map(
         lambda _, value, holder: Shard(value=value, grad_holder=holder), spec.table, values, holders
     )
@@ -155,14 +132,14 @@ def _run_layers(
         tile_tokens=spec.mlp_tile,
         token_keys=token_keys,
     )
-    head = {
-        "gather": spec.gather,
-        "head": decoder.lm_head(spec.table),
-        "shard": decoder.lm_head(shards),
-        "tile": min(spec.loss_tile, batch.tokens_BL.size),
-        "token_loss": loss.score_loss if spec.model.has_scores else spec.loss,
-        "transform_logits": functools.partial(decoder.transform_logits, spec.model),
-    }
+    head = Head(
+        gather=spec.gather,
+        param=decoder.lm_head(spec.table),
+        shard=decoder.lm_head(shards),
+        tile=min(spec.loss_tile, batch.tokens_BL.size),
+        token_loss=loss.score_loss if spec.model.has_scores else spec.loss,
+        transform_logits=functools.partial(decoder.transform_logits, spec.model),
+    )
     sums = balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {}
     return hidden_BlD, head, sums
 

@@ -30,24 +30,15 @@ class StepPairs(NamedTuple):
     counts_P2: Float32[Array, "P 2"]
     """Number of loss tokens of each document."""
 
-    @property
-    def num_pairs(self) -> Float32[Array, ""]:
-        """Number of pairs of the step."""
-        return (self.counts_P2[:, 0] > 0).sum(dtype=jnp.float32)
-
 
 def find_step_pairs(spec: StepSpec, batch: Batch) -> StepPairs:
     """Pairs of a step, from the batch of all its microbatches. Every document has a loss token."""
     assert batch.pairs is not None
     rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch.without_pairs())
-    counts_P2 = jax.lax.psum(count_loss_tokens(spec, rows, batch.pairs), axes.ALL)
-    return StepPairs(inputs=batch.pairs, counts_P2=counts_P2)
-
-
-def count_loss_tokens(spec: StepSpec, rows: Batch, pairs: Pairs) -> Float32[Array, "P 2"]:
-    """This device's part of the number of loss tokens of each document."""
     has_label_Bl = (rows.labels_BL != NO_LABEL).astype(jnp.float32)
-    return _sum_documents(spec, has_label_Bl, rows, pairs.references_P2.size).reshape(-1, 2)
+    num_documents = batch.pairs.references_P2.size
+    own_counts_P2 = _sum_documents(spec, has_label_Bl, rows, num_documents).reshape(-1, 2)
+    return StepPairs(inputs=batch.pairs, counts_P2=jax.lax.psum(own_counts_P2, axes.ALL))
 
 
 def sum_log_probabilities(
@@ -84,7 +75,7 @@ def differentiate(
         counts_P2=keep(pairs.counts_P2),
         is_real_P=is_real_P,
         is_desirable_P=pairs.inputs.is_desirable_P,
-        num_pairs=pairs.num_pairs,
+        num_pairs=(pairs.counts_P2[:, 0] > 0).sum(dtype=jnp.float32),
         num_first_tokens=pairs.counts_P2[:, 0].sum(),
     )
     losses_P, dlogps_P2 = derivatives.differentiate(spec.objective, sums)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxsp.attention.attend import Attend, make_chosen_attend
-from jaxsp.attention.choice import AttentionChoice
-from jaxsp.attention.selection import choose_attention
+from jaxsp.attention.selection import AttentionChoice, choose_attention
 from jaxsp.blocks import float8, layers, registry
 from jaxsp.blocks.block import Workload
 from jaxsp.blocks.config import ModelConfig

@@ -94,13 +94,20 @@ def _local_gradients(
     def add_microbatch(carry: tuple, inputs: tuple[Batch, Array]) -> tuple[tuple, None]:
         sums, totals = carry
         microbatch_sums, gradients = run_microbatch(*inputs, totals)
-        gradients |= _add_on_host(params, totals, gradients)
+        for number, total in totals.items():
+            if host_memory.is_on_host(total):  # in place: devices hold one layer at a time
+                gradients[number] = host_offload.update_each_layer(
+                    params[number], jnp.add, total, gradients[number]
+                )
         return (jax.tree.map(jnp.add, sums, microbatch_sums), gradients), None
 
     if has_one_microbatch:
         sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_holders)
     else:
-        zeros = microbatch.make_zeros(spec, values, grad_holders, batch, weigh)
+        sum_rows = functools.partial(
+            microbatch.sum_microbatch, spec, values, grad_holders, weigh=weigh
+        )
+        zeros = metric_table.make_zeros(sum_rows, batch)
         inputs = (batch, jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32))
         (sums, returned), _ = jax.lax.scan(add_microbatch, (zeros, returned_holders), inputs)
     leaves = [
@@ -110,17 +117,6 @@ def _local_gradients(
     sums = _sum_over_mesh(sums | pair_sums, batch)
     divisor = metric_table.make_divisor(sums["loss_weight"])
     return spec.gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor), sums
-
-
-def _add_on_host(
-    params: Sequence[Parameter], totals: dict[int, Array], gradients: dict[int, Array]
-) -> dict[int, Array]:
-    """Sums of the gradients in host memory, in place: devices hold one layer at a time."""
-    return {
-        number: host_offload.update_each_layer(params[number], jnp.add, total, gradients[number])
-        for number, total in totals.items()
-        if host_memory.is_on_host(total)
-    }
 
 
 def _select_returned(

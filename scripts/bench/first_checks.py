@@ -34,7 +34,7 @@ from jaxsp.core.units import GIB
 from jaxsp.planning import limits
 from jaxsp.run import benchmark, jax_limits
 from jaxsp.sharding import host_offload
-from jaxsp.system import hardware, memory_limits
+from jaxsp.system import hardware
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from scripts.bench import cases, kernel_trace, machine, results
@@ -204,9 +204,9 @@ def measure_outside(folder: pathlib.Path) -> list[Number]:
     outside = _read_used_bytes() - pool
     estimate = limits.CUDA_BYTES
     if len(devices) > 1:
-        peers = min(len(devices), memory_limits.DEVICES_PER_NODE) - 1
+        peers = min(len(devices), hardware.DEVICES_PER_NODE) - 1
         estimate += limits.COMMUNICATOR_BYTES
-        estimate += limits.ALL_TO_ALL_BYTES * peers / (memory_limits.DEVICES_PER_NODE - 1)
+        estimate += limits.ALL_TO_ALL_BYTES * peers / (hardware.DEVICES_PER_NODE - 1)
     name = f"memory outside of JAX's part, {len(devices)} GPUs"
     return [Number(name, outside / GIB, "GiB", 0.2 * estimate / GIB, estimate / GIB)]
 
@@ -231,7 +231,7 @@ print(time.perf_counter() - began)
 def measure_pinning(folder: pathlib.Path) -> Iterator[Number]:
     """Pins host memory in one process, then the same amount in each of several."""
     num_processes = max(2, count_gpus())
-    usable = memory_limits.host_bytes_per_device(num_processes=num_processes, num_devices=1)
+    usable = hardware.host_bytes_per_device(num_processes=num_processes, num_devices=1)
     gib = max(1, min(32, int(usable / GIB / 2)))
     for count in (1, num_processes):
         with concurrent.futures.ThreadPoolExecutor(count) as pool:

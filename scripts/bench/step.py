@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from jaxsp.attention.kernel_selection import KERNELS
 from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.selection import KERNELS
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.planning import descriptions, fit

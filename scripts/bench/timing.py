@@ -73,7 +73,7 @@ class Result:
     host_gib: float | None = None
     """Host memory of the compiled step."""
     memory_limit_gib: float | None = None
-    """Device memory that JAX may use (system/memory_limits.py)."""
+    """Device memory that JAX may use (system/hardware.py)."""
     device: str | None = None
     """JAX's name for the type of device."""
     runtime: str | None = None

@@ -6,6 +6,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import ScoreConfig
+from jaxsp.attention.kernels.residuals import Gradients, Saved
+from jaxsp.attention.kernels.segments import Segments
 
 _PLAIN = ScoreConfig()
 
@@ -37,27 +39,19 @@ def attention(
 
 
 def forward(
-    q: Array, k: Array, v: Array, starts: Array, lengths: Array, *, score: ScoreConfig
+    q: Array, k: Array, v: Array, rows: Segments, *, score: ScoreConfig
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     """Output and log-sum-exp, undefined at padding."""
+    starts, lengths, _ = rows
     scores, mask = _find_scores(q, k, starts, lengths, score)
     lse = jax.nn.logsumexp(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
     return attention(q, k, v, starts, lengths, score=score), lse
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    starts: Array,
-    lengths: Array,
-    *,
-    score: ScoreConfig,
-) -> tuple[Array, Array, Array]:
+def backward(saved: Saved, rows: Segments, *, score: ScoreConfig) -> Gradients:
     """dq, dk and dv, by the definition of the softmax, from the weights exp(score - lse)."""
+    q, k, v, out, dout, lse = saved
+    starts, lengths, _ = rows
 
     def find_scores(q: Array, k: Array) -> Array:
         return _find_scores(q, k, starts, lengths, score)[0]

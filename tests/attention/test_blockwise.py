@@ -86,6 +86,7 @@ def test_blockwise_equals_the_oracle(h, g, K, block, window, monkeypatch):
         assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL, name
 
 
+@pytest.mark.slow
 def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
     monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
     inputs = [*arrays(len(STARTS), L, 4, 2, K=16), np.int32(STARTS), np.int32(LENGTHS)]

@@ -162,6 +162,7 @@ def test_the_cost_is_what_the_compiled_layers_send(strategy, H, G, remat):
     check_cost(strategy, H, G, remat, [None] * NUM_LAYERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "H", "G", "window", "remat"),
     [

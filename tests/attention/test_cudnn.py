@@ -11,10 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_calls, cudnn_kernel
+from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_calls
 from jaxsp.attention.kernels.cudnn.cudnn_bins import CallBins, PackedCall
+from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
+from jaxsp.attention.kernels.segments import Segments
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle
@@ -227,8 +229,8 @@ def test_the_residuals_do_not_grow_with_the_bins():
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     for kind in ("one", "two", "many"):
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
-        forward = functools.partial(cudnn_kernel.forward, score=ScoreConfig())
-        _, lse = jax.eval_shape(forward, q, k, v, starts, lengths)
+        functions = CudnnKernel().make_row_functions(KernelSettings(), ScoreConfig())
+        _, lse = jax.eval_shape(functions.forward, q, k, v, Segments(starts, lengths))
         assert lse.shape == (1, 4, L), kind
         assert lse.dtype == jnp.float32
 

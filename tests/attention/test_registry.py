@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention import kernel_selection
+from jaxsp.attention import selection
 from jaxsp.attention.attend import make_attend, make_chosen_attend
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel
-from jaxsp.attention.kernels.residuals import AttentionFunctions
+from jaxsp.attention.kernels.residuals import AttentionFunctions, Saved
 from jaxsp.attention.selection import choose_attention
 from jaxsp.attention.strategies import registry
 from jaxsp.attention.strategies.attention_config import AttentionConfig
@@ -46,13 +46,13 @@ class GatherAll(TokenExchange):
         def gather(x, axis=1):
             return jax.lax.all_gather(x, axes.SEQ, axis=axis, tiled=True)
 
-        def forward(q, k, v, *segments):
-            out, lse = rows.forward(*map(gather, (q, k, v)), *segments)
+        def forward(q, k, v, segments):
+            out, lse = rows.forward(*map(gather, (q, k, v)), segments)
             return self.keep(out), self.keep(lse, axis=2)
 
-        def backward(q, k, v, out, lse, dout, *segments):
-            arrays = *map(gather, (q, k, v, out)), gather(lse, axis=2), gather(dout)
-            return tuple(map(self.keep, rows.backward(*arrays, *segments)))
+        def backward(saved, segments):
+            gathered = Saved(*map(gather, saved, (1, 1, 1, 1, 1, 2)))
+            return tuple(map(self.keep, rows.backward(gathered, segments)))
 
         return AttentionFunctions(forward, backward)
 
@@ -82,8 +82,8 @@ def toys(monkeypatch):
     """Registers both, each as the first candidate of `auto`."""
     exchanges = {GatherAll.name: GatherAll} | registry.TOKEN_EXCHANGES
     monkeypatch.setattr(registry, "TOKEN_EXCHANGES", exchanges)
-    kernels = {WholeMatrix.name: WholeMatrix()} | kernel_selection.KERNELS
-    monkeypatch.setattr(kernel_selection, "KERNELS", kernels)
+    kernels = {WholeMatrix.name: WholeMatrix()} | selection.KERNELS
+    monkeypatch.setattr(selection, "KERNELS", kernels)
 
 
 def settings(**attention_fields):

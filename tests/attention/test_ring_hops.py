@@ -58,12 +58,10 @@ LOCAL = [(0, 5), (6, 6), (13, 4), (90, 6)]
 
 EXTENTS = {
     "none": ((2, 4), 4, [LOCAL, [(0, 6)]], ring_hops.NO_HOPS),
-    "none, at the turns of the dealing": ((2, 4), 4, [[(18, 12)], [(42, 12)]], ring_hops.NO_HOPS),
     "one, in one group": ((2, 4), 4, [LOCAL, [(3, 6)]], ring_hops.NEAR_HOPS),
     "both neighbors": ((2, 4), 4, [[(0, 8), (30, 10)], LOCAL], ring_hops.NEAR_HOPS),
     "all, in one group": ((2, 4), 4, [[(0, 96)], []], ring_hops.ALL_HOPS),
     "two of seven": ((1, 8), 2, [[(0, 18)]], ring_hops.NEAR_HOPS),
-    "a far one": ((1, 8), 2, [[(0, 24)]], ring_hops.ALL_HOPS),
     "one of one": ((4, 2), 8, [[(0, 10)], [], LOCAL, []], ring_hops.ALL_HOPS),
     "none of one": ((4, 2), 8, [LOCAL, [], LOCAL, []], ring_hops.NO_HOPS),
 }
@@ -72,7 +70,7 @@ EXTENTS = {
 QUICK = {"two of seven"}
 """Those in the default tier."""
 
-E2E = {"none", "one, in one group"}
+E2E = {"one, in one group"}
 
 
 def mark(name):

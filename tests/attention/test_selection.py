@@ -6,11 +6,10 @@ import types
 import jax
 import pytest
 
-from jaxsp.attention.choice import describe_choice
 from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload, ScoreConfig
-from jaxsp.attention.selection import choose_attention
+from jaxsp.attention.selection import choose_attention, describe_choice
 from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.attention.strategies.ulysses import Ulysses

@@ -101,7 +101,6 @@ QUICK = {"7 and 1 heads: ring of 3", "6 and 2 heads: Ulysses of 3 x all_gather o
 """Those in the default tier, besides those of `test_kinds.py`."""
 
 E2E = {
-    "5 and 1 heads: ring of 6 (4 chunks each)",
     "6 and 2 heads: all_gather of 3 by 1 (4 chunks each)",
 }
 

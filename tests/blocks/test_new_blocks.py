@@ -48,8 +48,9 @@ class FirstTokenInput(MixerInput):
             config.hidden_size, X, hf_name="first_token.in_proj", bias=False, config=config
         )
 
-    def project(self, x_BlD, tokens):
-        return (self.value(x_BlD, tokens.keys),), ()
+    def __call__(self, x_BlD, positions_Bl, keys, rope_index=0):
+        x_BlD, mlp_input = self.normalize(x_BlD)
+        return (self.value(x_BlD, keys),), (mlp_input,)
 
 
 class FirstTokenWeights(nnx.Module):

@@ -13,7 +13,7 @@ from jaxsp.checkpoint import checksums, reader, retention, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta, EarlyStoppingState
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.system.run_status import RunStatus
+from jaxsp.system.watchdog import RunStatus
 from jaxsp.training.train_state import TrainState
 from tests import batches
 

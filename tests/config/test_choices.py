@@ -22,11 +22,10 @@ from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.optimizers.registry import OPTIMIZERS, Optimizer
 from jaxsp.optimizers.schedules import SCHEDULES, Cosine, Schedule
 from jaxsp.run.config_file import Config
+from jaxsp.run.run_directory import Trackers
 from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
 from jaxsp.run.trackers.tracker import Client, Tracker
-from jaxsp.run.tracking import Trackers
-from jaxsp.tasks.eval_config import EvalConfig
-from jaxsp.tasks.registry import TASKS
+from jaxsp.tasks.eval_config import TASKS, EvalConfig
 from jaxsp.tasks.task import Task
 from tests import batches
 from tests.data import source_configs

@@ -32,13 +32,15 @@ def problems(fields: dict, *words: str) -> list[str]:
 
 def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
     names = [
-        name for counterpart in foreign_names.list_counterparts() for name in counterpart.names
+        name
+        for counterpart in dict.fromkeys(foreign_names.read_table()[0].values())
+        for name in counterpart.names
     ]
     assert len(names) == len(set(names)) >= 250
     groups = "|".join(config_file.SCHEMA.sections)
     pattern = re.compile(rf"(?<![\w./])(?:{groups})\.[a-z_]\w*(?:\.\d\.\w+)?(?:=[\w\[:\]-]+)?")
     num_fields = 0
-    for counterpart in foreign_names.list_counterparts():
+    for counterpart in dict.fromkeys(foreign_names.read_table()[0].values()):
         for name in pattern.findall(f"{counterpart.field or ''} {counterpart.note}"):
             field, _, value = name.partition("=")
             resolve(field)
@@ -60,7 +62,7 @@ def resolve(field: str) -> None:
 def test_no_name_with_a_group_is_a_field():
     dotted = [
         name
-        for counterpart in foreign_names.list_counterparts()
+        for counterpart in dict.fromkeys(foreign_names.read_table()[0].values())
         for name in counterpart.names
         if "." in name
     ]

@@ -91,19 +91,18 @@ def test_a_saved_config_is_read_back(file, tmp_path, directory):
 
 
 @pytest.mark.parametrize(
-    ("text", "steps", "interval"),
+    ("text", "every"),
     [
-        ("1h", None, timedelta(hours=1)),
-        ("30m", None, timedelta(minutes=30)),
-        ("100", 100, None),
-        ("epoch", None, None),
-        ("null", None, None),
+        ("1h", timedelta(hours=1)),
+        ("30m", timedelta(minutes=30)),
+        ("100", 100),
+        ("epoch", "epoch"),
+        ("null", None),
     ],
 )
-def test_checkpoints_follow_after_steps_or_a_duration(file, tmp_path, text, steps, interval):
+def test_checkpoints_follow_after_steps_or_a_duration(file, tmp_path, text, every):
     config = config_file.load(file, [f"run.save_every={text}", "run.steps=null", "run.epochs=1"])
-    assert config.run.save_steps == steps
-    assert config.run.save_interval == interval
+    assert config.run.save_every == every
     config_file.save(config, tmp_path / "saved.yaml")
     assert config_file.load(tmp_path / "saved.yaml", []) == config
 

@@ -141,6 +141,7 @@ def make_requests(kind, *args):
     return [Instance(kind, {}, arguments, number) for number, arguments in enumerate(args)]
 
 
+@pytest.mark.slow
 def test_likelihoods_are_those_of_the_harness(harness_models):
     contexts = [*TEXTS, "trailing space ", "z" * 300]
     pairs = [(context, end) for context in contexts for end in (" yes", " no, it is not")]
@@ -154,6 +155,7 @@ def test_likelihoods_are_those_of_the_harness(harness_models):
     )
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_harness_up_to_a_stop_text(harness_models):
     """Prompts of several lengths, one of which loses its beginning."""
     prompts = ["def f(", "import os\n", "a" * 70, "b c " * 60]
@@ -195,6 +197,7 @@ def test_the_longest_continuation_is_scored_as_a_whole_and_a_longer_one_refused(
         harness_models[1]._loglikelihood_tokens(request([7] * ROW_TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "pattern"),
     [
@@ -236,6 +239,7 @@ def test_data_of_a_task_that_cannot_be_downloaded_is_an_error_of_one_line():
         harness.evaluate(None, harness.HarnessTasks(["x"], manager, None, None, False), num_steps=0)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_task_of_ones_own_gets_the_scores_of_the_harness(
     folder, harness_models, tmp_path, capsys, monkeypatch

@@ -67,8 +67,6 @@ def test_statistics_of_known_logits():
     ("sizes", "memory"),
     [
         pytest.param((1, 2, 4), {"mlp_tile_tokens": 7}, marks=pytest.mark.e2e),
-        pytest.param((2, 2, 2), {}, marks=pytest.mark.e2e),
-        pytest.param((1, 8, 1), {}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_with_losses_of_routers_are_those_of_a_plain_program(

@@ -206,8 +206,6 @@ def _tokenize(source: dict[str, Any], data: dict[str, Any], tokenizer: Any) -> N
     records = sources.read(config.data.train[0], data=config.data)
     tokenize.tokenize_dataset(
         records,
-        source=config.data.train[0],
-        data=config.data,
         tokenizer=tokenizer,
         vocab_size=600,
     )

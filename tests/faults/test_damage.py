@@ -196,6 +196,7 @@ def test_a_second_damaged_checkpoint_of_the_same_step_gets_another_name(run):
     assert sorted(path.name for path in (run / "run/damaged").iterdir()) == ["4", "4-2"]
 
 
+@pytest.mark.slow
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(run):
     for step in (2, 4):
         flip(run / f"run/checkpoints/{step}")
@@ -220,6 +221,7 @@ def test_a_checkpoint_of_another_run_is_not_moved(finished, run, capfd):
     assert losses(run, "second") == losses(finished)[2:]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_in_run_resume_is_refused(run):
     flip(run / "run/checkpoints/4")
     checkpoints = run / "run/checkpoints"

@@ -226,6 +226,7 @@ def test_a_save_that_finds_no_space_is_tried_again(tmp_path, limit_file_size, mo
     assert checkpoint_names(tmp_path / "run") == [str(NUM_STEPS)]
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkeypatch):
     """A kill would lose such a line forever, since the run resumes after it."""
     sync = AppendFile.sync
@@ -247,6 +248,7 @@ def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkey
     assert len(synced) == 2, "before each checkpoint"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_locked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch, is_locked):
     """The train command locks the folder before it reads anything."""

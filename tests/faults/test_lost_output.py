@@ -61,7 +61,6 @@ def undisturbed(tmp_path_factory):
 
 
 MOMENTS = {
-    "before the start": lambda directory: True,
     "while a checkpoint is written": lambda directory: any(directory.glob("checkpoints/*.partial")),
 }
 
@@ -102,6 +101,7 @@ def wait_until(condition, process):
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_commands_whose_reader_ends_end_quietly():
     command = '"$0" -m jaxsp.train --help | head -n 1; "$0" -m jaxsp.report --help > /dev/full'
     command = ["bash", "-c", f"set -o pipefail -e; {command}", sys.executable]

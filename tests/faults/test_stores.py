@@ -103,6 +103,7 @@ def test_two_processes_upload_their_shards_and_resume_from_them(tmp_path, monkey
         assert run_storage.make_local(URL)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_is_bitwise_equal_to_a_local_one(tmp_path, monkeypatch):
     case = kills.Case(tmp_path, num_steps=NUM_STEPS, save_every=5, eval_every=10)
     kills.run_undisturbed(case, "1x2", timeout_s=300)

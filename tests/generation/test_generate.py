@@ -92,6 +92,7 @@ def test_the_command_answers_as_the_samples_and_transformers_do(run, capsys, tmp
     assert again == text
 
 
+@pytest.mark.slow
 def test_answers_beyond_the_positions_of_the_model_have_a_note(run, capsys):
     words = ["--prompt", "a" * 60, "--max-new-tokens", 4, *MESH]
     for positions, expected in ((63, ""), (62, "note: rows of 63 tokens are longer than the 62")):

@@ -92,7 +92,7 @@ def test_logits_of_each_token_are_those_of_the_whole_text(mesh):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("mesh", ["1x8 ring", "2x2x2 all-gather"])
+@pytest.mark.parametrize("mesh", ["1x8 ring"])
 def test_delta_nets_too(mesh):
     check_logits(HYBRID, mesh)
 
@@ -111,6 +111,7 @@ def test_adapters_of_a_quantized_model_answer_token_by_token_as_at_once():
     assert batches.relative_error(steps[-1:], last) < tolerances.MESH
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_shards")
 def test_weights_that_are_cast_or_gathered_once_give_the_same_bits(monkeypatch):
     spec = models.make_spec(HYBRID, (1, 2, 1), compute_dtype="bfloat16")
@@ -134,6 +135,7 @@ def test_weights_that_are_cast_or_gathered_once_give_the_same_bits(monkeypatch):
     np.testing.assert_array_equal(compute(whole, gather=spec.gather.for_whole())[0], logits)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize(("free", "is_whole"), [(2.0, True), (1.9, False)])
 def test_weights_are_whole_where_they_fit_into_half_of_the_free_memory(monkeypatch, free, is_whole):
@@ -162,7 +164,7 @@ def make_generator(sizes=(1, 1, 1), row_tokens=models.ROW_TOKENS, **fields):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("free_bytes", [0, 2**40])
+@pytest.mark.parametrize("free_bytes", [2**40])
 def test_samples_do_not_depend_on_the_mesh_and_stop_at_stop_tokens(monkeypatch, free_bytes):
     monkeypatch.setattr(limits, "find_free_bytes", lambda devices: free_bytes)
     sampling = Sampling(temperature=0.9, top_p=0.95, seed=5)

@@ -8,8 +8,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.generation import samples
-from jaxsp.generation.text_stream import TextStream
 from jaxsp.run import config_file, stop_tokens
+from jaxsp.run.generate_command import TextStream
 from tests import batches
 
 

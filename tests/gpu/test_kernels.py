@@ -9,8 +9,10 @@ import pytest
 
 from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_kernel, cudnn_limits
+from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_limits
+from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload, ScoreConfig
+from jaxsp.attention.kernels.segments import Segments
 from jaxsp.attention.strategies.registry import TOKEN_EXCHANGES
 from jaxsp.attention.strategies.strategy import combine
 from tests import batches, tolerances
@@ -197,9 +199,8 @@ def test_the_softmax_statistics_are_log_sum_exps_in_the_expected_layout(slots, r
     q, k, v, _ = arrays(2, L, 4, 2, 64)
     starts, lengths = rows(slots, [0, 1])
     bf16_inputs = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    _, actual_BhL = jax.jit(functools.partial(cudnn_kernel.forward, head_chunks=1))(
-        *bf16_inputs, starts, lengths
-    )
+    functions = CudnnKernel().make_row_functions(KernelSettings(), ScoreConfig())
+    _, actual_BhL = jax.jit(functions.forward)(*bf16_inputs, Segments(starts, lengths))
     segment_BL = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
     scores = np.einsum("bqhK,bkhK->bhqk", q, np.repeat(k, 2, axis=2)) * 64**-0.5
     is_visible = (segment_BL[:, :, None] == segment_BL[:, None]) & np.tril(np.ones((L, L), bool))

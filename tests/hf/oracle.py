@@ -556,15 +556,14 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
             )
             head = decoder.lm_head(weights)
             transform = functools.partial(decoder.transform_logits, config)
-            sums = loss.sum_token_losses(
-                hidden,
-                batch.labels_BL,
+            whole = loss.Head(
                 gather=gather,
-                head=decoder.lm_head(table),
+                param=decoder.lm_head(table),
                 shard=head,
                 tile=7,
                 transform_logits=transform,
             )
+            sums = loss.sum_token_losses(hidden, batch.labels_BL, whole)
             count = (batch.labels_BL != NO_LABEL).sum().astype(dtype)
             return sums["loss_sum"] / count, transform(hidden @ head.T)
 

@@ -156,7 +156,7 @@ def test_tensors_are_found_under_the_names_of_other_programs(model_folder, prefi
     reader = weights.open_folder(folder.find("m"), table)
     for name, array in arrays.items():
         index = (slice(None),) * array.ndim
-        assert batches.is_bitwise_equal(reader.read_slice(reader.tensors[name], index), array)
+        assert batches.is_bitwise_equal(reader.read_slices([reader.tensors[name]], index)[0], array)
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "config.json", "additional_chat_templates"])
@@ -469,7 +469,7 @@ def test_errors_of_the_hub_are_one_line_with_a_suggestion(tmp_path, monkeypatch,
     assert_names(problem, *parts)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs the memory of a process in /proc/self/status"
 )

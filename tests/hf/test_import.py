@@ -157,6 +157,7 @@ def check_slices(directory: pathlib.Path, table: layers.Weights, master: layers.
                 assert batches.is_bitwise_equal(part, array[-1][index]), param.hf_name
 
 
+@pytest.mark.slow
 def test_tensors_of_all_experts_give_the_same_bits_as_one_for_each(tmp_path):
     fields = oracle.MODELS["qwen3_moe"] | {"num_hidden_layers": 2}
     model = oracle.torch_model(fields)
@@ -259,7 +260,7 @@ def test_one_tensor_is_enough_for_a_tied_embedding_and_head_under_either_name(tm
         assert batches.is_bitwise_equal(imported, expected)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_suggested_command_converts_pickled_weights(tmp_path):
     fields = oracle.MODELS["llama3"]
     source = checkpoint(tmp_path / "it's old", fields, dtype="bfloat16")

@@ -83,6 +83,7 @@ def test_an_export_has_the_trained_text_model_and_unchanged_other_parts(tmp_path
     assert (tmp_path / "out/processor_config.json").read_text() == '{"size": 4}'
 
 
+@pytest.mark.slow
 def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(tmp_path):
     save(tmp_path / "in", "float32")
     config, master = export(tmp_path / "in", tmp_path / "out", rope={"theta": 77.0})

@@ -1,7 +1,6 @@
 """The hand-written backward pass of a stack of layers: gradients, recomputation, host memory."""
 
 import collections
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 from jaxsp.blocks.config import LayerKind, LayerSegment
 from jaxsp.core import host_memory
 from jaxsp.model import layer_stack
-from jaxsp.model.layer_stack import LayerParts, OffloadedStack
+from jaxsp.model.layer_stack import Layer, OffloadedStack
 from jaxsp.model.remat import RematPolicy
 from jaxsp.sharding import host_offload
 from tests.unsharded import UnshardedGather
@@ -31,21 +30,30 @@ def device_memory(monkeypatch):
             monkeypatch.setattr(host_memory, name, lambda x: x)
 
 
-def make_parts(on_attend=lambda: None):
-    def pre(shards, x, index, batch):
+class ToyLayer(Layer):
+    def __init__(self, on_attend=lambda: None):
+        self.on_attend = on_attend
+
+    def project(self, shards, x, index, batch):
         y = jnp.tanh(x @ shards["w"]) * (1 + index)
         return (y, y + batch, 2 * y), (jnp.sin(x),)
 
-    def mix(shards, inputs, index, batch):
-        jax.debug.callback(on_attend)
+    def mix(self, shards, inputs, index, batch):
+        jax.debug.callback(self.on_attend)
         q, k, v = inputs
         return jnp.cumsum(q * k, 0) / 8 + v * shards["w"][None]
 
-    def post(shards, x, mixed, carried, index, batch):
+    def finish(self, shards, x, mixed, carried, index, batch):
         y = x + jnp.cos(mixed @ shards["w"]) + carried[0]
         return y, {"squares": jnp.sum(y**2, axis=-1)}
 
-    return LayerParts(pre=pre, mix=mix, post=post)
+
+class OtherLayer(ToyLayer):
+    def mix(self, *inputs):
+        return -2 * super().mix(*inputs)
+
+    def finish(self, *inputs):
+        return super().finish(*inputs)[0], {}
 
 
 def draw(seed=0):
@@ -61,11 +69,11 @@ def draw(seed=0):
 
 def run_plain(x, weights, indices, batch):
     """The layers in a Python loop."""
-    parts = make_parts()
+    layer_of_kind = ToyLayer()
     all_sums = []
     for layer in range(NUM_LAYERS):
         own = jax.tree.map(lambda w, i=layer: w[i], weights)
-        x, sums = parts(own, x, indices[layer], batch)
+        x, sums = layer_of_kind(x, (own, indices[layer]), batch=batch)
         all_sums.append(sums["squares"])
     return make_loss(x, jnp.stack(all_sums))
 
@@ -81,9 +89,9 @@ def merge_holders(holders, values):
     return jax.tree.map(lambda h, v: v + (h - jax.lax.stop_gradient(h)), holders, values)
 
 
-def run_stack(x, holders, values, indices, batch, *, group_size, during_attention, parts):
+def run_stack(x, holders, values, indices, batch, *, group_size, during_attention, layer):
     stack = OffloadedStack(
-        parts={KIND: parts},
+        layers={KIND: layer},
         period=(KIND,),
         num_periods=NUM_LAYERS,
         group_size=group_size,
@@ -100,7 +108,7 @@ def differentiate(group_size, during_attention, on_attend=lambda: None):
         run_stack,
         group_size=group_size,
         during_attention=during_attention,
-        parts=make_parts(on_attend),
+        layer=ToyLayer(on_attend),
     )
     x, weights, indices, batch = draw()
     holders = jax.tree.map(lambda w: 2 * w, weights)
@@ -155,13 +163,7 @@ def test_layers_of_several_kinds_run_in_their_order(policy):
         "post_attention": {"w": normal(n, 6, 6)},
     }
     weights = {kind: draw_kind(KINDS.count(kind)) for kind in (KIND, OTHER)}
-    first = make_parts()
-    other = dataclasses.replace(
-        first,
-        mix=lambda *inputs: -2 * first.mix(*inputs),
-        post=lambda *inputs: (first.post(*inputs)[0], {}),
-    )
-    parts = {KIND: first, OTHER: other}
+    layers = {KIND: ToyLayer(), OTHER: OtherLayer()}
     x = normal(5, 6)
     indices = jnp.arange(len(KINDS)) / 10
     batch = normal(5, 6)
@@ -171,14 +173,14 @@ def test_layers_of_several_kinds_run_in_their_order(policy):
         all_sums = []
         for layer, kind in enumerate(KINDS):
             own = jax.tree.map(lambda w, i=done[kind]: w[i], weights[kind])
-            x, sums = parts[kind](own, x, indices[layer], batch)
+            x, sums = layers[kind](x, (own, indices[layer]), batch=batch)
             all_sums += sums.values()
             done[kind] += 1
         return make_loss(x, jnp.stack(all_sums))
 
     def run(x, weights):
         options = {"segments": SEGMENTS, "policy": policy, "gather": UnshardedGather()}
-        x, sums = layer_stack.run_layers(parts, x, weights, indices, batch, **options)
+        x, sums = layer_stack.run_layers(layers, x, weights, indices, batch, **options)
         return make_loss(x, sums["squares"])
 
     expected = jax.value_and_grad(run_plain, argnums=(0, 1))(x, weights)

@@ -65,7 +65,7 @@ def test_gradients_of_equal_shapes_do_not_overwrite_each_other(tile_tokens):
     def differentiate(tile_tokens):
         def run(weight, a, b):
             return tiling.apply_in_tiles(
-                lambda weights, a, b: jnp.tanh(a @ weights["w"]) * b**2 + a,
+                lambda weights: lambda a, b: jnp.tanh(a @ weights["w"]) * b**2 + a,
                 {"w": Parameter(shape=(4, 4), hf_name="weight")},
                 {"w": weight},
                 (a, b),

@@ -13,7 +13,7 @@ from jaxsp.hf import model_config
 from jaxsp.planning import candidates, estimate, limits
 from jaxsp.planning.limits import MemoryLimit
 from jaxsp.run import config_file
-from jaxsp.system import memory_limits
+from jaxsp.system import hardware
 from jaxsp.training.specs import make_spec
 from tests import batches, messages
 
@@ -88,7 +88,7 @@ def test_auto_prefers_groups_inside_a_node_that_recompute_less(monkeypatch):
     limit = needed(config, 4, "save_attention_and_mlp")
     assert needed(config, 2, "save_attention") < limit < needed(config, 2, "save_attention_and_mlp")
     assert resolve(config, limit=limit) == 4
-    monkeypatch.setattr(memory_limits, "DEVICES_PER_NODE", 2)
+    monkeypatch.setattr(hardware, "DEVICES_PER_NODE", 2)
     assert resolve(config, limit=limit) == 2
 
 

@@ -49,7 +49,7 @@ def check(step, *, dtype, remat="save_attention"):
     assert sent_bytes.sum_bytes(actual, operation="collective-permute") == 0
     group_axes = {
         kind: {
-            hlo.find_axes(sent.device_ids, step.spec.mesh.shape)
+            hlo.find_axes(sent.groups[0], step.spec.mesh.shape)
             for sent in actual
             if sent.operation == kind
         }

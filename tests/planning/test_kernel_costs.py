@@ -50,6 +50,7 @@ def test_a_product_in_a_fusion_and_one_of_cublas_count_too():
     assert [cost.flops for cost in costs] == [2 * 512 * 1024 * 2048] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_step_has_the_needed_products_and_those_that_the_backward_pass_repeats():
     """The forward products of layers are computed twice, except the last one of a layer, whose
@@ -69,7 +70,7 @@ def test_a_step_has_the_needed_products_and_those_that_the_backward_pass_repeats
     assert executed == pytest.approx(needed + again, rel=0.02)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_linear_layers_call_cublas_for_8_bit_floats():
     """Forward, recomputed and gradients of activations; gradients of matrices are in bfloat16."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")

@@ -1,9 +1,11 @@
 """Estimated time of a step: each part of the estimate is recomputed."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
+from jaxsp.config import yaml_io
 from jaxsp.model import flops
 from jaxsp.planning import absent, gpus, hlo, step_time
 from jaxsp.planning.gpus import Ceilings
@@ -20,7 +22,6 @@ ROUND = Ceilings(
     host_gb_s=20.0,
     link_hop_us=0.0,
     network_hop_us=0.0,
-    sources={},
 )
 
 
@@ -118,21 +119,20 @@ def test_kernels_overlap_the_gathers_and_scatters_of_all_layers(step):
 
 
 def test_every_ceiling_has_a_source_and_none_is_above_the_data_sheet():
+    table = yaml_io.load(pathlib.Path(gpus.__file__).with_suffix(".yaml").read_text("utf-8"))
+    for rates in (*table["rates"].values(), *table["assumed"].values()):
+        sourced = {field: rate for field, rate in rates.items() if field != "base"}
+        assert all(source for _, source in sourced.values())
     for gpu in gpus.GPUS.values():
-        named = {field.name for field in dataclasses.fields(gpu.ceilings)} - {"sources"}
-        assert gpu.ceilings.sources.keys() == named
         for rate in ("matmul_tflops", "attention_forward_tflops", "attention_backward_tflops"):
             assert getattr(gpu.ceilings, rate) < gpu.ceilings.peak_tflops
 
 
-def test_rates_that_were_not_measured_say_so():
+def test_assumed_rates_replace_those_of_another_gpu():
     for name, assumed in gpus.ASSUMED.items():
         if name != "all":
-            ceilings = gpus.GPUS[name].ceilings
-            named = {x for x, source in ceilings.sources.items() if source.startswith("assumed: ")}
-            assert {x: getattr(ceilings, x) for x in named} == {
-                x: rate for x, (rate, _) in assumed.items()
-            }
+            rates = {field: getattr(gpus.GPUS[name].ceilings, field) for field in assumed}
+            assert rates == {field: rate for field, (rate, _) in assumed.items()}
 
 
 def test_a_gpu_is_found_by_the_name_that_jax_gives_it():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxsp.planning import hlo, step_time
-from jaxsp.planning.step_time import ScheduledTransfer
+from jaxsp.planning import hlo
+from jaxsp.planning.step_time import ScheduledTransfer, Timeline
 
 HEAD = "HloModule small, is_scheduled=true, num_partitions=8\n"
 LINKS = "collectives"
@@ -57,9 +57,9 @@ def simulate(*lines, more="", kernels, transfers=None):
         )
         for name, (stream, seconds) in (transfers or {}).items()
     }
-    simulated = step_time.simulate(
-        program, {number[name]: seconds for name, seconds in kernels.items()}, scheduled
-    )
+    kernel_seconds = {number[name]: seconds for name, seconds in kernels.items()}
+    simulated = Timeline(program, kernel_seconds, scheduled)
+    simulated.run(program.entry, runs=1)
     return simulated, {
         name: (simulated.num_runs[number[name]], simulated.exposed_s[number[name]])
         for name in transfers or {}

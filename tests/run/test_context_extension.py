@@ -104,7 +104,7 @@ def test_the_banner_names_the_rope_and_has_no_note(extended):
     assert "untrained" not in text
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_an_evaluation_of_the_original_model_can_extend_it(extended, tmp_path):
     words = [str(extended / "model"), YARN, f"data.row_tokens={ROW_TOKENS}"]
     words += [f"data.eval=[{{source: {extended}/train.jsonl, format: tokens, name: all}}]"]
@@ -115,7 +115,7 @@ def test_an_evaluation_of_the_original_model_can_extend_it(extended, tmp_path):
     assert result["loss"] == pytest.approx(line["loss"], rel=tolerances.EVAL)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_run_resumes_with_the_same_rope_only(extended):
     for change, saved in (
         ("model.rope={type: yarn, factor: 8}", "factor 4 over 16 positions"),

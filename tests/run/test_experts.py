@@ -59,6 +59,7 @@ def straight(folder):
     return train(folder, "2x4", *ROUTER_LOSSES, mesh="2x4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x8", pytest.param("1x1", marks=pytest.mark.slow)])
 def test_losses_are_the_same_on_every_mesh(folder, straight, mesh):
     words = (*ROUTER_LOSSES, *(["attention.strategy=ring"] if mesh == "1x8" else []))
@@ -75,6 +76,7 @@ def read_weights(run: pathlib.Path) -> dict[str, bytes]:
     return {path: array.tobytes() for path, array in arrays.items()}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(folder, straight):
     shutil.copytree(folder / "2x4", folder / "stopped")
     for step in range(test_hybrid.STOPPED + 1, STEPS + 1):
@@ -92,6 +94,7 @@ def evaluate(what: pathlib.Path, folder: pathlib.Path, *words: str) -> float:
     return commands.read_lines(folder / "eval.jsonl")[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_transformers_and_untrained_weights_are_exported_unchanged(
     folder, documents
 ):
@@ -130,6 +133,7 @@ def test_with_the_loss_of_routers_loss_and_gradient_norm_are_those_of_transforme
     assert line["grad_norm"] == pytest.approx(sum(squares) ** 0.5, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT 0.21.2
 def test_an_adapter_loads_in_peft_with_our_loss_and_is_merged(folder, documents):
     import peft

@@ -77,6 +77,7 @@ def straight(folder):
     return train(folder, "2x4", *MESHES["2x4"], mesh="2x4", data=folder / "train.jsonl")
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_on_two_meshes(folder, straight):
     ring = train(folder, "1x8", *MESHES["1x8"], mesh="1x8", data=folder / "train.jsonl")
     assert [line["step"] for line in ring] == [*range(1, STEPS + 1)]
@@ -86,6 +87,7 @@ def test_losses_are_the_same_on_two_meshes(folder, straight):
     messages.assert_names(messages.read_banner(folder / "1x8"), "ring")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(folder, straight):
     """Resumes a copy without the checkpoints after step 2, as if the run had been killed then."""
     shutil.copytree(folder / "2x4", folder / "stopped")
@@ -100,6 +102,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, straight):
     }
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_transformers_and_untrained_weights_are_exported_unchanged(folder):
     documents = write_documents(folder / "two.jsonl", [100, 27])
     words = ("optimizer.learning_rate=0", "run.steps=1", "batch.rows_per_step=1")

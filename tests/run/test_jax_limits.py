@@ -9,7 +9,7 @@ from jaxsp.planning import estimate, limits
 from jaxsp.planning.limits import MemoryLimit
 from jaxsp.run import jax_limits
 from jaxsp.sharding import host_offload
-from jaxsp.system import hardware, memory_limits
+from jaxsp.system import hardware
 from tests.training import runs
 
 pytestmark = pytest.mark.usefixtures("small_shards")
@@ -55,7 +55,7 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(monkeypatch
     automatic = spec.config.change(rows_per_microbatch="auto")
     assert jax_limits.estimate_pool_bytes(automatic, model, 4) is None
     jax_limits.choose_platform(config_of(spec))
-    assert memory_limits.pinned_pool_limit(environ) == 3 * GIB
+    assert hardware.pinned_pool_limit(environ) == 3 * GIB
 
 
 @pytest.mark.parametrize("memory_gib", [23.5, 44.5, 79.1])
@@ -66,10 +66,10 @@ def test_jaxs_part_of_a_gpu_leaves_what_cuda_and_nccl_need_and_the_step_gets_tha
     spec = runs.make_spec({}, sizes=sizes)
     set_gpus(monkeypatch, spec, count=8, memory_gib=memory_gib)
     memory = hardware.gpu_memory_bytes()
-    planned = MemoryLimit(memory_limits.gpu_memory_fraction({}) * memory, 200 * GIB)
+    planned = MemoryLimit(hardware.gpu_memory_fraction({}) * memory, 200 * GIB)
     room = limits.subtract_reserves(spec, planned)
     jax_limits.choose_platform(config_of(spec))
-    part = memory_limits.gpu_memory_fraction(environ) * memory
+    part = hardware.gpu_memory_fraction(environ) * memory
     assert part <= 0.92 * memory
     outside = limits.outside_bytes(spec)
     assert memory - part >= outside - 1

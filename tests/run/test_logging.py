@@ -74,6 +74,7 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_every_number_of_metrics_and_eval(runs):
     folder, *_ = runs
     numbers = {(tag, step): value for tag, step, value in events(folder / "first/tensorboard")}
@@ -86,12 +87,14 @@ def test_tensorboard_shows_every_number_of_metrics_and_eval(runs):
     assert not numbers
 
 
+@pytest.mark.slow
 def test_trace_of_the_profiled_steps_is_written(runs):
     folder, *_ = runs
     (trace,) = (folder / "first/profile").rglob("*.xplane.pb")
     assert trace.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_second_start_compiles_nothing_that_the_first_has_cached(runs):
     folder, first, second = runs
     assert first == second
@@ -100,6 +103,7 @@ def test_second_start_compiles_nothing_that_the_first_has_cached(runs):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
     folder, *_ = runs
     (start,) = lines(folder / "first", "starts.jsonl")

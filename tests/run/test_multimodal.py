@@ -24,6 +24,7 @@ def train(folder, *, steps):
     small_runs.train(small_runs.make_fields(folder, **sections))
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_run_trains_resumes_and_exports_the_text_model(tmp_path):
     model = multimodal.torch_model(multimodal.MODELS["mistral"])

@@ -95,8 +95,6 @@ def assert_equal(lines, expected_lines):
 
 # pairs of up to 250 tokens: in rows of 256 they fit, in rows of 128 some are in two rows
 CASES = {
-    "rows of 128": {"data": {"row_tokens": 128}, "batch": {"rows_per_step": 12}},
-    "rows of 256": {"batch": {"rows_per_step": 4}},
     "a mixture of two sources": {"sources": ("train", "other"), "data": {"row_tokens": 128}},
 }
 
@@ -126,6 +124,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_reads_its_references(folder):
     assert list(map(without_times, resumed)) == list(map(without_times, straight))
 
 
+@pytest.mark.slow
 def test_lost_references_are_those_of_the_first_weights_again(folder):
     """Also on another mesh, after the run's files and the cache are lost."""
     config = settings(folder, "lost", "run.steps=2", "run.save_every=2")
@@ -140,6 +139,7 @@ def test_lost_references_are_those_of_the_first_weights_again(folder):
     assert_equal(resumed, straight)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_references_is_computed_again(folder):
     config = settings(folder, "damaged", "run.steps=1")
     first, _ = run(config)
@@ -152,6 +152,7 @@ def test_a_damaged_file_of_references_is_computed_again(folder):
     assert again[0]["loss"] == first[0]["loss"]
 
 
+@pytest.mark.slow
 def test_another_model_has_other_references(folder):
     """Also in a directory in which a run was stopped before its first checkpoint."""
     config = settings(folder, "seeds", "run.steps=1")
@@ -167,6 +168,7 @@ def test_another_model_has_other_references(folder):
     assert_equal(resumed, straight)
 
 
+@pytest.mark.slow
 def test_a_lost_reference_of_a_resumed_run_is_model_source_and_not_random(folder):
     run(settings(folder, "base", "run.steps=1"))
     export.main([str(folder / "base"), str(folder / "base hf")])
@@ -180,6 +182,7 @@ def test_a_lost_reference_of_a_resumed_run_is_model_source_and_not_random(folder
     assert_equal(resumed, straight)
 
 
+@pytest.mark.slow
 def test_with_adapters_the_reference_is_the_base(folder):
     adapter = {"type": "lora", "rank": 4}
     lines, _ = run(settings(folder, "lora", adapter=adapter))
@@ -209,6 +212,7 @@ def write_adapter(folder, kind):
     return str(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "expected", "kind", "quantization"),
     [
@@ -293,6 +297,7 @@ def test_an_odd_number_of_rows_is_refused_if_pairs_are_in_two(folder):
         build.build_training(odd, devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_the_evaluation_is_that_of_the_training_loss(folder):
     """Over all pairs, on two meshes: it is the loss of a step with all of them."""
     words = ("run.steps=null", "run.epochs=1", "batch.rows_per_step=32")

@@ -129,7 +129,7 @@ def test_a_kernel_without_the_window_is_refused():
     assert min(actual.values()) > TOLERANCE
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_windows_over_chunks_are_checked(monkeypatch):
     changes = {
         "score": ScoreConfig(window=4096),

@@ -11,9 +11,9 @@ import pytest
 import rich.console
 
 from jaxsp.run import build, step_log, trainer
-from jaxsp.run import progress as progress_module
+from jaxsp.run import console as output
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
-from jaxsp.run.progress import Progress
+from jaxsp.run.console import Progress
 from jaxsp.run.step_log import DispatchedStep
 from jaxsp.system import distributed
 from tests import messages
@@ -97,7 +97,7 @@ def show_steps(
 ):
     """Returns the output for finished steps of a run that resumed after `first_step`."""
     now = [1000.0]
-    monkeypatch.setattr(progress_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(output.time, "perf_counter", lambda: now[0])
     file = io.StringIO()
     console = rich.console.Console(
         file=file, force_terminal=terminal, width=width, color_system=None, markup=False

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from jaxsp.core.errors import UserError
-from jaxsp.run import config_file, tracking
+from jaxsp.run import config_file, run_directory
+from jaxsp.run.run_directory import Trackers
 from jaxsp.run.trackers import mlflow_tracker, tracker
 from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
-from jaxsp.run.tracking import Trackers
 from tests import batches, commands
 
 
@@ -238,10 +238,11 @@ def read_expected(directory):
         (name, line["step"]): value
         for file in ("metrics.jsonl", "eval.jsonl")
         for line in commands.read_lines(directory / file)
-        for name, value in tracking.name_numbers(line).items()
+        for name, value in run_directory.name_numbers(line).items()
     }
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 # of SQLAlchemy, in MLflow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -264,6 +265,7 @@ def test_mlflow_has_every_number_of_both_processes_in_one_run(run):
     assert tracked.data.params["data.row_tokens"] == "64"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_wandb_has_a_folder_of_the_same_run_for_each_process(run):
     directory, outputs = run

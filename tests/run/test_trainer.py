@@ -26,7 +26,7 @@ from jaxsp.run import build, config_file, preflight, trainer
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.run_config import RunConfig
 from jaxsp.system.preemption import Preemption
-from jaxsp.system.run_status import RunStatus
+from jaxsp.system.watchdog import RunStatus
 from jaxsp.training import train_step
 from jaxsp.training.train_state import TrainState
 from tests import batches, commands, messages
@@ -99,6 +99,7 @@ def test_checkpoints_are_written_when_asked_and_at_the_end(folder, save_every, s
     assert sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir()) == steps
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
     """The next step takes over the memory of the state that is being written."""
@@ -201,6 +202,7 @@ def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training
     assert attempts == [["5 s"], ["10 s"], []], "and not `Training continues`, in 60 s"
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_does_not_end_the_run_before_its_end(folder, monkeypatch):
     tried = []
 
@@ -329,6 +331,7 @@ def test_the_eval_set_that_ranks_checkpoints_must_exist(folder):
         settings(folder, evaluated, "checkpoint.keep_best=1", "checkpoint.best_eval=b")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_whole_though_an_older_one_cannot_be_deleted(folder, monkeypatch, capfd):
     rename = pathlib.Path.rename
 
@@ -358,6 +361,7 @@ def test_the_time_a_checkpoint_took_is_in_the_line_after_it(folder):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
     (folder / "run").mkdir()
     (folder / "run/config.yaml").touch()
@@ -369,6 +373,7 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
     assert [line["step"] for line in lines] == [*range(1, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     result = []
@@ -392,7 +397,7 @@ def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     assert actual == [2, 4, 6]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, monkeypatch):
     """A run that gets worse at every step, stopped after step 3.
 
@@ -456,6 +461,7 @@ def test_logged_lines_are_passed_on_and_garbage_is_collected_only_at_evaluations
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):
     monkeypatch.setattr(train_step, "compile_token_losses", lambda spec: 1 / 0)
     train(settings(folder, "run.steps=2"))
@@ -470,9 +476,9 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
     now = RunStatus()
 
     def watched(spec, console):
-        step = compile_(spec, console)
-        look = lambda *given: seen.append(now.num_dispatched) or step.function(*given)
-        return dataclasses.replace(step, function=look)
+        step, seconds = compile_(spec, console)
+        look = lambda *given: seen.append(now.num_dispatched) or step.executable(*given)
+        return dataclasses.replace(step, executable=look), seconds
 
     monkeypatch.setattr(preflight, "compile_step", watched)
     chosen = settings(folder, "run.steps=3")

@@ -115,6 +115,7 @@ def test_an_export_needs_the_checkpoint_that_the_run_started_from(folder, losses
     assert all(batches.is_bitwise_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT 0.21.2
 def test_adapters_are_trained_and_exported_alone_and_merged(folder, capsys):
     peft = pytest.importorskip("peft", reason="peft is not installed (extra `test`)")

@@ -5,7 +5,7 @@ import pathlib
 import jax
 import pytest
 
-from jaxsp.system import compilation_cache, hardware
+from jaxsp.system import hardware, jax_platform
 from tests.messages import assert_refused
 
 OLD = (0, 10, 1)
@@ -44,11 +44,11 @@ def test_auto_keeps_programs_where_that_is_safe(
     monkeypatch, updates, tmp_path, release, num_gpus, num_processes, is_used
 ):
     simulate(monkeypatch, release, num_gpus)
-    compilation_cache.enable("auto", num_processes=num_processes)
+    jax_platform.enable_cache("auto", num_processes=num_processes)
     folder = tmp_path / "home/jaxsp/programs"
     expected = {
         "jax_compilation_cache_dir": str(folder),
-        "jax_compilation_cache_max_size": compilation_cache.MAX_BYTES,
+        "jax_compilation_cache_max_size": jax_platform.MAX_CACHE_BYTES,
     }
     assert updates == (expected if is_used else {})
     assert folder.is_dir() == is_used
@@ -57,7 +57,7 @@ def test_auto_keeps_programs_where_that_is_safe(
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_named_folder_is_always_used(monkeypatch, updates, tmp_path, num_processes):
     simulate(monkeypatch, OLD, 0)
-    compilation_cache.enable(str(tmp_path / "programs"), num_processes=num_processes)
+    jax_platform.enable_cache(str(tmp_path / "programs"), num_processes=num_processes)
     assert pathlib.Path(updates["jax_compilation_cache_dir"]) == tmp_path / "programs"
 
 
@@ -65,5 +65,5 @@ def test_a_folder_that_cannot_be_used_is_refused(updates, tmp_path):
     (tmp_path / "file").touch()
     for setting in (str(tmp_path / "file"), "gs://bucket/programs"):
         with assert_refused(f"run.compilation_cache = {setting}"):
-            compilation_cache.enable(setting)
+            jax_platform.enable_cache(setting)
     assert updates == {}

@@ -70,10 +70,12 @@ def test_devices_of_a_group_are_neighbors():
     assert (device_mesh.num_groups(mesh), device_mesh.num_shards(mesh)) == (4, 4)
 
 
-def test_gpus_of_a_node_are_neighbors_although_processes_are_dealt_to_nodes_in_turn():
+def test_gpus_of_a_node_are_neighbors_although_processes_are_dealt_to_nodes_in_turn(monkeypatch):
     """Processes 0 and 2 are on the first of two nodes, where XLA numbers their GPUs 0 and 1."""
     by_process = [0, 2, 1, 3]
+    monkeypatch.setattr(jax, "make_mesh", lambda *_, devices, **__: [each.id for each in devices])
+    sizes = {"replica": 1, "data": 4, "seq": 1}
     gpus = [types.SimpleNamespace(platform="gpu", id=number) for number in by_process]
-    assert [gpu.id for gpu in device_mesh.order_by_node(gpus)] == [0, 1, 2, 3]
+    assert device_mesh.make_mesh(sizes, gpus) == [0, 1, 2, 3]
     cpus = [types.SimpleNamespace(platform="cpu", id=number) for number in by_process]
-    assert [cpu.id for cpu in device_mesh.order_by_node(cpus)] == by_process
+    assert device_mesh.make_mesh(sizes, cpus) == by_process

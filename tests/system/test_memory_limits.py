@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxsp.system import hardware, memory_limits
+from jaxsp.system import hardware
 
 GIB = 2**30
 
@@ -34,7 +34,7 @@ def test_jax_may_use_most_of_a_gpu_and_the_pinned_memory_that_is_needed(
     node, environ, num_local, pool_bytes, limit
 ):
     limits = dict(environ)
-    memory_limits.raise_limits(limits, num_local_processes=num_local, max_pool_bytes=pool_bytes)
+    hardware.raise_limits(limits, num_local_processes=num_local, max_pool_bytes=pool_bytes)
     assert limits == {
         "XLA_CLIENT_MEM_FRACTION": "0.92",
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": limit,
@@ -45,5 +45,5 @@ def test_jax_may_use_most_of_a_gpu_and_the_pinned_memory_that_is_needed(
 def test_memory_limits_that_the_user_has_set_stay(node):
     user = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "7"}
     limits = dict(user)
-    memory_limits.raise_limits(limits, num_local_processes=8, max_pool_bytes=100 * GIB)
+    hardware.raise_limits(limits, num_local_processes=8, max_pool_bytes=100 * GIB)
     assert limits == user | {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "false"}

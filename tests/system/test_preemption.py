@@ -11,7 +11,7 @@ import pytest
 
 from jaxsp.system import preemption
 from jaxsp.system.preemption import Preemption
-from jaxsp.system.run_status import RunStatus
+from jaxsp.system.watchdog import RunStatus
 from tests import messages
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]
@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]
 PROGRAM = """
 import functools, json, pathlib, sys, time
 from datetime import timedelta
-from jaxsp.system import preemption, run_status
+from jaxsp.system import preemption, watchdog
 from jaxsp.checkpoint import run_paths
 options = json.loads(sys.argv[1])
 num_steps = options["num_steps"]
-status = run_status.RunStatus()
+status = watchdog.RunStatus()
 stop = preemption.Preemption(
     status,
     shutdown_grace=timedelta(seconds=25),
@@ -178,8 +178,8 @@ def test_a_terminal_that_closes_may_send_several_signals(monkeypatch):
 def test_child_processes_do_not_inherit_the_signal_handlers():
     program = """
 import signal, subprocess, sys, time
-from jaxsp.system import preemption, run_status
-stop = preemption.Preemption(run_status.RunStatus())
+from jaxsp.system import preemption, watchdog
+stop = preemption.Preemption(watchdog.RunStatus())
 with stop.listen():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     time.sleep(0.5)

@@ -9,7 +9,7 @@ import threading
 import pytest
 import rich.console
 
-from jaxsp.run.progress import Progress
+from jaxsp.run.console import Progress
 from jaxsp.system import standard_streams
 
 

@@ -14,9 +14,8 @@ from datetime import timedelta
 import pytest
 
 from jaxsp.core import exit_codes
-from jaxsp.system import run_status, watchdog
-from jaxsp.system.run_status import Activity, RunStatus
-from jaxsp.system.watchdog import Watchdog
+from jaxsp.system import watchdog
+from jaxsp.system.watchdog import Activity, RunStatus, Watchdog
 from tests import messages
 
 HANG = """
@@ -24,8 +23,8 @@ HANG = """
 from jaxsp.run.run_config import RunConfig
 import pathlib, sys, time
 from datetime import timedelta
-from jaxsp.system import run_status, watchdog
-status = run_status.RunStatus()
+from jaxsp.system import watchdog
+status = watchdog.RunStatus()
 file = pathlib.Path(sys.argv[1], "heartbeat.json")
 def hang_here():
     time.sleep(100)
@@ -136,7 +135,7 @@ def test_a_progress_bar_does_not_count_as_progress_of_a_write(monkeypatch):
     status.activity = Activity(description="the checkpoint of step 2", is_writing=True)
     start = dataclasses.replace(status.activity)
     num_bytes = 0
-    monkeypatch.setattr(run_status, "read_bytes_written", lambda: num_bytes)
+    monkeypatch.setattr(watchdog, "read_bytes_written", lambda: num_bytes)
     for num_bytes in range(0, 9 * 2**18, 2**18):  # noqa: B007 - read by the lambda
         dog._check_activity()
     assert status.activity == start

@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.tasks import frequent_words, haystack
-from jaxsp.tasks.registry import TASK
+from jaxsp.tasks.eval_config import TASK
 from tests.tasks import solutions, tokenizers
 
 KINDS = ("bytes", "byte_level", "sentencepiece")

@@ -33,14 +33,6 @@ class Records:
     references: np.ndarray
     is_desirable: np.ndarray
 
-    def replace_document(self, number: int) -> "Records":
-        """The records with other tokens in one document."""
-        tokens = list(self.tokens)
-        labels = list(self.labels)
-        tokens[number] = (tokens[number] + 7) % VOCAB_SIZE
-        labels[number] = np.where(labels[number] == NO_LABEL, NO_LABEL, tokens[number])
-        return dataclasses.replace(self, tokens=tokens, labels=labels)
-
 
 def draw_records(*, num_pairs: int = NUM_PAIRS, max_tokens: int = MAX_TOKENS) -> Records:
     """Random documents, of which a part has labels; references near the log-probabilities."""

@@ -48,7 +48,6 @@ class Case:
 SAVED = {"type": "lora", "modules_to_save": ["embed_tokens", "lm_head"]}
 CASES = {
     "one device": Case((1, 1, 1), rows=4),
-    "ulysses": Case((1, 2, 4), DORA),
     # Sides and rank that are computed as one product (blocks/adapted.py)
     "data parallel": Case(
         (1, 8, 1), dataclasses.replace(DORA, rank=8), model={"intermediate_size": 128}
@@ -60,11 +59,6 @@ CASES = {
     "fused": Case((1, 4, 2), FUSED, model={"has_fused_qkv": True, "has_fused_gate_up": True}),
     "tiles": Case((1, 2, 4), DORA, memory=TILES | {"remat": "full"}),
     "products kept": Case((1, 2, 4), memory={"remat": "none"}),
-    "MLP kept": Case((1, 2, 4), memory={"remat": "save_attention_and_mlp"}),
-    "activations offloaded": Case(
-        (1, 2, 4), memory={"offload_activations": "layer_inputs_and_attention"}
-    ),
-    "state offloaded": Case((2, 2, 2), DORA, memory={"offload_optimizer": "state"}),
     "all offloaded": Case((1, 2, 4), DORA, memory=HOST | TILES, adapter=SAVED),
 }
 STACK = {"remat": "full", "offload_every": 2, "offload_during_attention": "always"}
@@ -93,7 +87,7 @@ CASES |= {
     ),
     "experts only": Case((1, 8, 1), DOWN_ONLY, has_experts=True),
 }
-E2E = ("data parallel", "nf4", "nf4 experts", "all offloaded", "matrices of experts")
+E2E = ("nf4", "all offloaded")
 
 
 def marks(name):

@@ -35,15 +35,14 @@ def inputs(tokens=L):
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def tiled(hidden, head, labels, tile, dtype="float32", token_loss=None):
     def total(hidden, head):
-        return loss.sum_token_losses(
-            hidden,
-            labels,
+        whole = loss.Head(
             gather=unsharded.UnshardedGather(dtype),
-            head=ROW,
+            param=ROW,
             shard=head,
             tile=tile,
             token_loss=token_loss,
         )
+        return loss.sum_token_losses(hidden, labels, whole)
 
     value, pull = jax.vjp(total, hidden, head)
     zero = np.zeros((), jax.dtypes.float0)

@@ -314,6 +314,7 @@ def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small
     assert attention_kept.count("dot_general") - none.count("dot_general") >= 5
 
 
+@pytest.mark.slow
 def test_attention_and_mlp_makes_two_products_less_again(small_waits):
     """The products of gate and up; those between are recomputed as with save_attention."""
     shapes, kept_too = kept({"remat": "save_attention_and_mlp"})

@@ -241,7 +241,7 @@ def test_a_number_is_stored_as_the_nearest_entry_of_its_block(is_signed):
     numbers[0, :3] = (0, 1e-9, 0)
     if not is_signed:
         numbers = np.abs(numbers)
-    quantize = adamw8bit.quantize_signed if is_signed else adamw8bit.quantize_positive
+    quantize = functools.partial(adamw8bit.quantize, is_signed=is_signed)
     stored = quantize(jnp.asarray(numbers))
     table = np.float64(adamw8bit.make_table(128 if is_signed else 256))
     assert table[-1] == 1

@@ -88,6 +88,7 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     assert max(differences.values()) < tolerances.OPTIMIZER, differences
 
 
+@pytest.mark.slow
 def test_only_matrices_decay():
     for row in jax.tree.leaves(decoder.param_table(runs.MODEL)):
         move = optimizer.build_transform(ADAMW.optimizer, row)

@@ -20,6 +20,7 @@ pair of rounds, one call has the first and one the second chunk of the device, w
 pair before it. So gradients of keys are written log2(k) / 2 + 1.5 times, and not k times.
 """
 
+import abc
 import dataclasses
 
 import jax
@@ -58,8 +59,33 @@ class ChunkTokens:
         return OffDiagonalBlock(*(x_Bn.reshape(-1) for x_Bn in blocks))
 
 
+class Call(abc.ABC):
+    """Blocks that are rows of one call of the kernel."""
+
+    blocks: OffDiagonalBlock
+
+    @abc.abstractmethod
+    def take_queries(self, x_Bl: Array) -> Array:
+        """Selects the queries of the blocks from all tokens: rows of one call."""
+
+    @abc.abstractmethod
+    def take_keys(self, x_Bl: Array) -> Array:
+        """Selects the keys of the blocks."""
+
+    @abc.abstractmethod
+    def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
+        """Values of all tokens from those of the queries: arrays to be merged one after another.
+
+        Args: fill: value of other tokens.
+        """
+
+    @abc.abstractmethod
+    def place_keys(self, x_R: Array) -> Array:
+        """Values of all tokens from those of the keys, 0 for others."""
+
+
 @dataclasses.dataclass(frozen=True)
-class SquareCall:
+class SquareCall(Call):
     """Squares of one size: n for each row.
 
     The chunks of the queries, and those of the keys, are divided into n equal parts. A square has
@@ -81,27 +107,20 @@ class SquareCall:
         return cls(num_squares, tokens.find_blocks(queries_n, keys_n))
 
     def take_queries(self, x_Bl: Array) -> Array:
-        """Selects the queries of the squares: rows of one call."""
         return _split_halves(x_Bl, self.num_squares)[:, 1]
 
     def take_keys(self, x_Bl: Array) -> Array:
-        """Selects the keys of the squares."""
         return _split_halves(x_Bl, self.num_squares)[:, 0]
 
     def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
-        """Values of all tokens from those of the queries: arrays to be merged one after another.
-
-        Args: fill: value of other tokens.
-        """
         return [_join_halves(jnp.full_like(x_R, fill), x_R, self.num_squares)]
 
     def place_keys(self, x_R: Array) -> Array:
-        """Values of all tokens from those of the keys, 0 for others."""
         return _join_halves(x_R, jnp.zeros_like(x_R), self.num_squares)
 
 
 @dataclasses.dataclass(frozen=True)
-class PairCall:
+class PairCall(Call):
     """Squares of single chunks, with another device's keys: two for each pair of chunks.
 
     Row 2 i has the queries of pair i's second chunk and the keys of the first. Row 2 i + 1
@@ -131,11 +150,9 @@ class PairCall:
         return cls(len(queries_n2), is_earlier, blocks)
 
     def take_queries(self, x_Bl: Array) -> Array:
-        """Selects the queries of the squares: rows of one call."""
         return self._take(x_Bl, 1)
 
     def take_keys(self, x_Bl: Array) -> Array:
-        """Selects the keys of the squares."""
         return self._take(x_Bl, 0)
 
     def _take(self, x_Bl: Array, half: int) -> Array:
@@ -146,10 +163,6 @@ class PairCall:
         return x_P2.reshape(-1, *x_P2.shape[2:])
 
     def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
-        """Values of all tokens from those of the queries: arrays to be merged one after another.
-
-        Args: fill: value of other tokens.
-        """
         always, first, second = self._split(x_R, fill)
         return [
             _join_halves(first, always, self.num_pairs),
@@ -157,7 +170,6 @@ class PairCall:
         ]
 
     def place_keys(self, x_R: Array) -> Array:
-        """Values of all tokens from those of the keys, 0 for others."""
         always, first, second = self._split(x_R, 0.0)
         return _join_halves(always + first, second, self.num_pairs)
 
@@ -171,7 +183,7 @@ class PairCall:
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfCall:
+class HalfCall(Call):
     """Single chunks, with the keys of all devices in two rounds: one row for each pair of chunks.
 
     Rows have the queries of the pair's first or second chunk.
@@ -200,28 +212,18 @@ class HalfCall:
         return cls(num_pairs, half, tokens.find_blocks_before(queries_n[:, None], keys))
 
     def take_queries(self, x_Bl: Array) -> Array:
-        """Selects the queries: rows of one call."""
         return _split_halves(x_Bl, self.num_pairs)[:, self.half]
 
     def take_keys(self, x_BL: Array) -> Array:
-        """Selects the keys."""
         return x_BL.reshape(len(x_BL) * self.num_pairs, -1, *x_BL.shape[2:])
 
     def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
-        """Values of all tokens from those of the queries: arrays to be merged one after another.
-
-        Args: fill: value of other tokens.
-        """
         others = jnp.full_like(x_R, fill)
         first, second = (others, x_R) if self.half else (x_R, others)
         return [_join_halves(first, second, self.num_pairs)]
 
     def place_keys(self, x_R: Array) -> Array:
-        """Values of all tokens from those of the keys."""
         return x_R.reshape(len(x_R) // self.num_pairs, -1, *x_R.shape[2:])
-
-
-Call = SquareCall | PairCall | HalfCall
 
 
 def find_local_calls(tokens: ChunkTokens, chunks_k: Array) -> list[Call]:

@@ -19,83 +19,56 @@ Source: halo exchange of distributed stencils. Differs: the order of the chunks 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float
 
 from jaxsp.attention.chunks import halo_exchange
 from jaxsp.attention.chunks.chunk_group import ChunkGroup
 from jaxsp.attention.chunks.halo_exchange import Halo
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import ChunkKernel
+from jaxsp.attention.kernels.residuals import AttentionFunctions, Gradients, Saved
+from jaxsp.attention.kernels.segments import Segments
 
 _DROPPED_LSE = 1e30
 """Log-sum-exp of queries whose results are dropped: exp(score - this) is 0, and no infinity
 occurs."""
 
 
-def forward(
-    group: ChunkGroup,
-    kernel: ChunkKernel,
-    window: int,
-    q: Float[Array, "B l H K"],
-    k: Float[Array, "B l G K"],
-    v: Float[Array, "B l G K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    tables: Any = None,
-) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
-    """Output and log-sum-exp of this device's queries, inside shard_map.
+def make_functions(group: ChunkGroup, kernel: ChunkKernel, window: int) -> AttentionFunctions:
+    """Forward and backward pass of this device's tokens. Args: kernel: applies the window.
 
-    Args:
-        kernel: applies the window.
-        tables: not used.
-    Moves: the halos of k and v.
+    Moves: the halos of k and v; in the backward pass, also their gradients back.
     """
-    rows = _make_rows(group, q, window)
-    out_RTHK, lse_RHT = kernel.forward(
-        rows.join(rows.split_chunks(q)),
-        *rows.receive_kv(k, v),
-        *rows.clip_segments(starts_BM, lengths_BM),
-    )
-    out = jnp.concatenate(rows.take_chunks(out_RTHK), axis=1).astype(q.dtype)
-    return out, jnp.concatenate(rows.take_chunks(lse_RHT, axis=2), axis=2)
 
+    def make_rows(num_tokens: int) -> _Rows:
+        chunk_tokens = num_tokens // group.chunks_per_device
+        halo = Halo(window=window, chunk_tokens=chunk_tokens, num_chunks=group.layout.num_chunks)
+        return _Rows(group, halo)
 
-def backward(
-    group: ChunkGroup,
-    kernel: ChunkKernel,
-    window: int,
-    q: Float[Array, "B l H K"],
-    k: Float[Array, "B l G K"],
-    v: Float[Array, "B l G K"],
-    out: Float[Array, "B l H K"],
-    lse: Float32[Array, "B H l"],
-    dout: Float[Array, "B l H K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    tables: Any = None,
-) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
-    """dq, dk and dv of this device's tokens.
+    def forward(q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
+        rows = make_rows(q.shape[1])
+        out_RTHK, lse_RHT = kernel.packed.forward(
+            rows.join(rows.split_chunks(q)), *rows.receive_kv(k, v), rows.clip_segments(segments)
+        )
+        out = jnp.concatenate(rows.take_chunks(out_RTHK), axis=1).astype(q.dtype)
+        return out, jnp.concatenate(rows.take_chunks(lse_RHT, axis=2), axis=2)
 
-    Args:
-        kernel: applies the window.
-        tables: not used.
-    Moves: the halos of k and v, and their gradients back.
-    """
-    rows = _make_rows(group, q, window)
-    dq_RTHK, dk_RTGK, dv_RTGK = kernel.backward(
-        rows.join(rows.split_chunks(q)),
-        *rows.receive_kv(k, v),
-        rows.join(rows.split_chunks(out)),
-        rows.join(rows.split_chunks(lse, axis=2), axis=2, fill=_DROPPED_LSE),
-        rows.join(rows.split_chunks(dout)),
-        *rows.clip_segments(starts_BM, lengths_BM),
-    )
-    dq = jnp.concatenate(rows.take_chunks(dq_RTHK), axis=1).astype(q.dtype)
-    return dq, *rows.return_dkv(dk_RTGK, dv_RTGK, k.dtype)
+    def backward(saved: Saved, segments: Segments) -> Gradients:
+        rows = make_rows(saved.q.shape[1])
+        q = rows.join(rows.split_chunks(saved.q))
+        k, v = rows.receive_kv(saved.k, saved.v)
+        out = rows.join(rows.split_chunks(saved.out))
+        lse = rows.join(rows.split_chunks(saved.lse, axis=2), axis=2, fill=_DROPPED_LSE)
+        dout = rows.join(rows.split_chunks(saved.dout))
+        of_rows = Saved(q, k, v, out, dout, lse)
+        dq_RTHK, *dkv = kernel.packed.backward(of_rows, rows.clip_segments(segments))
+        dq = jnp.concatenate(rows.take_chunks(dq_RTHK), axis=1).astype(saved.q.dtype)
+        return dq, *rows.return_dkv(dkv, saved.k.dtype)
+
+    return AttentionFunctions(forward, backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,21 +93,19 @@ class _Rows:
         """Tokens of each halo that are before the whole row."""
         return [jnp.maximum(self.halo.num_tokens - x, 0) for x in self.first_tokens]
 
-    def clip_segments(
-        self, starts_BM: Array, lengths_BM: Array
-    ) -> tuple[Int32[Array, "R M"], Int32[Array, "R M"]]:
-        """Starts and lengths of the parts of segments in each row."""
+    def clip_segments(self, rows: Segments) -> Segments:
+        """Parts of segments in each row."""
         clipped = []
         for first_token in self.first_tokens:
             begin = jnp.maximum(first_token - self.halo.num_tokens, 0)
             end = first_token + self.halo.chunk_tokens
             clipped.append(
                 segments.clip_to_chunk(
-                    starts_BM, lengths_BM, first_token=begin, num_tokens=end - begin
+                    rows.starts_BM, rows.lengths_BM, first_token=begin, num_tokens=end - begin
                 )
             )
         starts, lengths = zip(*clipped, strict=True)
-        return _stack_rows(starts), _stack_rows(lengths)
+        return Segments(_stack_rows(starts), _stack_rows(lengths))
 
     def join(
         self,
@@ -199,15 +170,14 @@ class _Rows:
         return self.join(k_chunks, k_halos), self.join(v_chunks, v_halos)
 
     def return_dkv(
-        self, dk_RTGK: Array, dv_RTGK: Array, dtype: jnp.dtype
+        self, dkv_RTGK: Sequence[Array], dtype: jnp.dtype
     ) -> tuple[Float[Array, "B l G K"], Float[Array, "B l G K"]]:
         """dk and dv of this device's tokens, with the terms from the halos of later chunks."""
-        arrays = dk_RTGK, dv_RTGK
-        halos = zip(*map(self.take_halos, arrays), strict=True)
+        halos = zip(*map(self.take_halos, dkv_RTGK), strict=True)
         dkv_chunks = [jnp.stack(dkv).astype(jnp.float32) for dkv in halos]
         returned = halo_exchange.return_halos(self.group, self.halo, dkv_chunks, dtype)
         sums = []
-        for array, *terms in zip(arrays, *returned, strict=True):
+        for array, *terms in zip(dkv_RTGK, *returned, strict=True):
             chunks = [
                 halo_exchange.add_to_last(chunk.astype(jnp.float32), term)
                 for chunk, term in zip(self.take_chunks(array), terms, strict=True)
@@ -215,12 +185,6 @@ class _Rows:
             sums.append(jnp.concatenate(chunks, axis=1).astype(dtype))
         dk, dv = sums
         return dk, dv
-
-
-def _make_rows(group: ChunkGroup, q: Array, window: int) -> _Rows:
-    chunk_tokens = q.shape[1] // group.chunks_per_device
-    halo = Halo(window=window, chunk_tokens=chunk_tokens, num_chunks=group.layout.num_chunks)
-    return _Rows(group, halo)
 
 
 def _stack_rows(chunks: Sequence[Array]) -> Array:

@@ -64,7 +64,7 @@ def receive_halos(group: ChunkGroup, halo: Halo, chunks: Sequence[Array]) -> lis
     # Parts of 0 tokens: with a window of 1 token, a halo has no others
     parts = [[x[:, :, :0] for x in received]]
     for tokens in halo.hop_tokens:
-        received = _send_to_next(group, [x[:, :, -tokens:] for x in received])
+        received = _send(group, [x[:, :, -tokens:] for x in received])
         parts.append(received)
     return [jnp.concatenate(x[::-1], axis=2) for x in zip(*parts, strict=True)]
 
@@ -88,54 +88,28 @@ def return_halos(
         ]
         if hop in (0, len(halo.hop_tokens) - 1):
             sums = [x.astype(dtype) for x in sums]
-        returned = _send_to_previous(group, sums)
+        returned = _send(group, sums, is_back=True)
         begin += tokens
     return returned
 
 
-def _send_to_next(group: ChunkGroup, chunks: Sequence[Array]) -> list[Array]:
-    """Sends arrays of all chunks to the next chunk, and returns those of the previous chunks.
-
-    The row's first chunk receives 0.
-    """
-    previous = [jnp.zeros_like(chunks[0]), *chunks[:-1]]
+def _send(group: ChunkGroup, chunks: Sequence[Array], *, is_back: bool = False) -> list[Array]:
+    """Sends arrays of all chunks to the next chunk of the row, or back to the previous one, and
+    returns those received. The chunk at the row's end, to which none is sent, gets 0."""
+    zeros = jnp.zeros_like(chunks[0])
+    here = [*chunks[1:], zeros] if is_back else [zeros, *chunks[:-1]]
     if group.degree == 1:
-        return previous
-    up, down = _find_pairs(group)
-    from_before = jax.lax.ppermute(jnp.stack(chunks[0::2]), axes.SEQ, up)
-    from_after = jax.lax.ppermute(jnp.stack(chunks[1::2]), axes.SEQ, down)
-    return _alternate(
-        jnp.where(group.index == 0, jnp.stack(previous[0::2]), from_before),
-        jnp.where(group.index == group.degree - 1, jnp.stack(previous[1::2]), from_after),
-    )
-
-
-def _send_to_previous(group: ChunkGroup, chunks: Sequence[Array]) -> list[Array]:
-    """Sends arrays of all chunks to the previous chunk, and returns those of the next chunks.
-
-    Those of the row's first chunk are dropped. The row's last chunk receives 0.
-    """
-    following = [*chunks[1:], jnp.zeros_like(chunks[0])]
-    if group.degree == 1:
-        return following
-    up, down = _find_pairs(group)
-    from_after = jax.lax.ppermute(jnp.stack(chunks[0::2]), axes.SEQ, down)
-    from_before = jax.lax.ppermute(jnp.stack(chunks[1::2]), axes.SEQ, up)
-    return _alternate(
-        jnp.where(group.index == group.degree - 1, jnp.stack(following[0::2]), from_after),
-        jnp.where(group.index == 0, jnp.stack(following[1::2]), from_before),
-    )
-
-
-def _alternate(first: Array, last: Array) -> list[Array]:
-    """Arrays of chunks in order, from those of first and of last chunks."""
-    return [x for pair in zip(first, last, strict=True) for x in pair]
-
-
-def _find_pairs(group: ChunkGroup) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Pairs of neighbors: from each device to the one after it, and the other way."""
+        return here
     up = [pair for devices in group.groups for pair in itertools.pairwise(devices)]
-    return up, [(target, source) for source, target in up]
+    down = [(target, source) for source, target in up]
+    pairs = [down, up] if is_back else [up, down]
+    ends = [group.degree - 1, 0] if is_back else [0, group.degree - 1]
+    # Even chunks are dealt up, and odd ones down: an end device holds two neighbors itself
+    received = [jax.lax.ppermute(jnp.stack(chunks[i::2]), axes.SEQ, pairs[i]) for i in (0, 1)]
+    first, last = (
+        jnp.where(group.index == ends[i], jnp.stack(here[i::2]), received[i]) for i in (0, 1)
+    )
+    return [x for pair in zip(first, last, strict=True) for x in pair]
 
 
 def add_to_last(x: Array, term: Array, *, axis: int = 1) -> Array:

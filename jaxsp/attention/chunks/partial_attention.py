@@ -6,16 +6,17 @@ chunk_calls.py). Partial results are merged in float32 by their log-sum-exps. Th
 the merged log-sum-exp, so its partial results are only added.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32
 
 from jaxsp.attention.chunks.chunk_calls import Call
 from jaxsp.attention.kernels.kernel import ChunkKernel
-from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.attention.kernels.residuals import Saved
+from jaxsp.attention.kernels.segments import OffDiagonalBlock, Segments
 
 EMPTY_LSE = -1e30
 """Log-sum-exp of no keys. It is finite, so that differences are never NaN."""
@@ -31,8 +32,7 @@ class PartialAttention(NamedTuple):
 class LocalSegments(NamedTuple):
     """Segments of this device's chunks. Chunks count as rows, those of a row one after another."""
 
-    starts_RM: Int32[Array, "R M"]
-    lengths_RM: Int32[Array, "R M"]
+    segments: Segments
     mask_RC: Bool[Array, "R C"]
     """True for tokens of a segment."""
 
@@ -41,7 +41,7 @@ class LocalSegments(NamedTuple):
         return x_Bl.reshape(*self.mask_RC.shape, *x_Bl.shape[2:])
 
 
-Gradients = tuple[Array, list[Array]]
+Sums = tuple[Array, list[Array]]
 """dq, and dk and dv, in float32."""
 
 ForwardResults = tuple[Array, Array, Array]
@@ -56,7 +56,7 @@ def diagonal_forward(
 ) -> PartialAttention:
     """Attention of chunks to themselves."""
     q, k, v = (local_segments.to_chunk_rows(x) for x in (q_BlHK, k_BlGK, v_BlGK))
-    out, lse = kernel.forward(q, k, v, local_segments.starts_RM, local_segments.lengths_RM)
+    out, lse = kernel.packed.forward(q, k, v, local_segments.segments)
     part = _make_partial(out, lse, local_segments.mask_RC)
     return PartialAttention(*(x.reshape(*q_BlHK.shape[:2], *x.shape[2:]) for x in part))
 
@@ -67,21 +67,13 @@ def diagonal_backward(
     q_BlHK: Array,
     kv_BlGK: Sequence[Array],
     forward_results: ForwardResults,
-) -> Gradients:
+) -> Sums:
     """dq, dk and dv of the attention of chunks to themselves."""
     q, k, v, out, lse, dout = map(
         local_segments.to_chunk_rows, (q_BlHK, *kv_BlGK, *forward_results)
     )
-    gradients = kernel.backward(
-        q,
-        k,
-        v,
-        out,
-        lse.swapaxes(1, 2),
-        dout,
-        local_segments.starts_RM,
-        local_segments.lengths_RM,
-    )
+    saved = Saved(q, k, v, out, dout, lse.swapaxes(1, 2))
+    gradients = kernel.packed.backward(saved, local_segments.segments)
     dq, *dkv = (
         _zero_outside(x, local_segments.mask_RC).reshape(*q_BlHK.shape[:2], *x.shape[2:])
         for x in gradients
@@ -107,7 +99,10 @@ def add_calls_forward(
         if in_order:
             q, kv = _begin_after(previous, (q, kv))
         k, v = map(call.take_keys, kv)
-        part, previous = _off_diagonal_forward(kernel, call.blocks, call.take_queries(q), k, v)
+        queries = call.take_queries(q)
+        forward = kernel.off_diagonal.forward
+        out, lse = previous = _compute_if_any(call.blocks, forward, queries, k, v)
+        part = _make_partial(out, lse, call.blocks.query_mask(queries.shape[1]))
         outs = call.place_queries(part.out_BCHK)
         lses = call.place_queries(part.lse_BCH, EMPTY_LSE)
         for out, lse in zip(outs, lses, strict=True):
@@ -121,10 +116,10 @@ def add_calls_backward(
     q: Array,
     kv: Sequence[Array],
     forward_results: ForwardResults,
-    gradients: Gradients,
+    gradients: Sums,
     *,
     in_order: bool,
-) -> Gradients:
+) -> Sums:
     """Gradients so far, with those of some calls added.
 
     Args: in_order: see `_begin_after`.
@@ -134,10 +129,14 @@ def add_calls_backward(
     for call in calls:
         if in_order:
             q, kv, forward_results = _begin_after(previous, (q, kv, forward_results))
-        queries = map(call.take_queries, (q, *forward_results))
-        (dq_R, *dkv_R), previous = _off_diagonal_backward(
-            kernel, call.blocks, queries, map(call.take_keys, kv)
-        )
+        queries, out, lse, dout = map(call.take_queries, (q, *forward_results))
+        keys, values = map(call.take_keys, kv)
+        saved = Saved(queries, keys, values, out, dout, lse.swapaxes(1, 2))
+        previous = _compute_if_any(call.blocks, kernel.off_diagonal.backward, saved)
+        query_mask = call.blocks.query_mask(queries.shape[1])
+        key_mask = call.blocks.key_mask(keys.shape[1])
+        masks = (query_mask, key_mask, key_mask)
+        dq_R, *dkv_R = map(_zero_outside, previous, masks)
         for term in call.place_queries(dq_R):
             dq = dq + term
         dkv = [x + call.place_keys(term) for x, term in zip(dkv, dkv_R, strict=True)]
@@ -154,45 +153,8 @@ def _begin_after(previous: tuple[Array, ...], inputs: Any) -> Any:
     return jax.lax.optimization_barrier((inputs, previous))[0]
 
 
-def _off_diagonal_forward(
-    kernel: ChunkKernel, block: OffDiagonalBlock, q_RCHK: Array, k_RDGK: Array, v_RDGK: Array
-) -> tuple[PartialAttention, tuple[Array, ...]]:
-    """Attention of chunks to keys before them, and the kernel's own results.
-
-    Nothing is computed if no segment spans both.
-    """
-    out, lse = _compute_if_any(block, kernel.off_diagonal_forward, q_RCHK, k_RDGK, v_RDGK)
-    return _make_partial(out, lse, block.query_mask(q_RCHK.shape[1])), (out, lse)
-
-
-def _off_diagonal_backward(
-    kernel: ChunkKernel,
-    block: OffDiagonalBlock,
-    queries: Iterable[Array],
-    kv: Iterable[Array],
-) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
-    """dq, dk and dv of the attention of chunks to keys before them, in float32; and the kernel's
-    own results.
-
-    Args: queries: q, and the results of the forward pass.
-    """
-    q_RCHK, out_RCHK, lse_RCH, dout_RCHK = queries
-    k_RDGK, v_RDGK = kv
-    lse_RHC = lse_RCH.swapaxes(1, 2)
-    inputs = q_RCHK, k_RDGK, v_RDGK, out_RCHK, lse_RHC, dout_RCHK
-    dq, dk, dv = _compute_if_any(block, kernel.off_diagonal_backward, *inputs)
-    query_mask = block.query_mask(q_RCHK.shape[1])
-    key_mask = block.key_mask(k_RDGK.shape[1])
-    masked = (
-        _zero_outside(dq, query_mask),
-        _zero_outside(dk, key_mask),
-        _zero_outside(dv, key_mask),
-    )
-    return masked, (dq, dk, dv)
-
-
 def _compute_if_any(
-    block: OffDiagonalBlock, compute: Callable[..., tuple[Array, ...]], *inputs: Array
+    block: OffDiagonalBlock, compute: Callable[..., tuple[Array, ...]], *inputs: Any
 ) -> tuple[Array, ...]:
     """The kernel's results in its own dtype, or zeros if no row has a block.
 

@@ -29,15 +29,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from jaxsp.attention.kernels import blockwise_rows, segments
 from jaxsp.attention.kernels.blockwise_rows import BlockedRow
 from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, ScoreConfig
-from jaxsp.attention.kernels.residuals import AttentionFunctions
-from jaxsp.attention.kernels.segments import OffDiagonalBlock
-
-_FLOAT32 = jnp.dtype("float32")
+from jaxsp.attention.kernels.residuals import AttentionFunctions, Gradients, Saved
+from jaxsp.attention.kernels.segments import OffDiagonalBlock, Segments
 
 _MASKED_SCORE = -1e30
 """Maximum of no scores: finite, so that exp(x - maximum) is never NaN."""
@@ -45,101 +43,24 @@ _MASKED_SCORE = -1e30
 
 def forward(
     q_BLhK: Float[Array, "B L h K"],
-    k_BLgK: Float[Array, "B L g K"],
-    v_BLgK: Float[Array, "B L g K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
+    k_BDgK: Float[Array, "B D g K"],
+    v_BDgK: Float[Array, "B D g K"],
+    mask: Segments | OffDiagonalBlock,
     *,
     score: ScoreConfig,
     dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
-    """Causal softmax attention inside each segment: output and log-sum-exp, both 0 at padding.
+    """Softmax attention: output and log-sum-exp, both 0 for queries outside the mask.
 
     Units: memory grows with L. Time grows with the sum of the squares of the segments' lengths, or
         with length times window for segments longer than the window.
-    Args: dtype: of the output; None: that of q. Scores and sums are float32.
+    Args:
+        mask: causal inside each segment; or a block, whose queries attend to all of its keys.
+        dtype: of the output; None: that of q. Scores and sums are float32.
     """
-    make_row, segment_BL = _find_rows(q_BLhK, starts_BM, lengths_BM, score.window)
-    inputs = q_BLhK, k_BLgK, v_BLgK, segment_BL
-    return _forward(make_row, score, *inputs, dtype=dtype or q_BLhK.dtype)
-
-
-def backward(
-    q_BLhK: Float[Array, "B L h K"],
-    k_BLgK: Float[Array, "B L g K"],
-    v_BLgK: Float[Array, "B L g K"],
-    out_BLhK: Float[Array, "B L h K"],
-    lse_BhL: Float32[Array, "B h L"],
-    dout_BLhK: Float[Array, "B L h K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    *,
-    score: ScoreConfig,
-    dtype: jnp.dtype | None = None,
-) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
-    """dq, dk and dv. The output and log-sum-exp may include keys that are not in `k`.
-
-    Args: dtype: of the gradients; None: that of q.
-    """
-    make_row, segment_BL = _find_rows(q_BLhK, starts_BM, lengths_BM, score.window)
-    arrays = q_BLhK, k_BLgK, v_BLgK, segment_BL, out_BLhK, lse_BhL, dout_BLhK
-    return _backward(make_row, score, *arrays, dtype=dtype or q_BLhK.dtype)
-
-
-def _find_rows(
-    q_BLhK: Array, starts_BM: Array, lengths_BM: Array, window: int | None
-) -> tuple[Callable[..., BlockedRow], Int32[Array, "B L"]]:
-    """First and sixth argument of `_forward` and `_backward` for rows of segments."""
-    L = q_BLhK.shape[1]
-    window = L if window is None else min(window, L)
-    make_row = functools.partial(blockwise_rows.make_segment_row, window=window)
-    return make_row, segments.segment_ids(starts_BM, lengths_BM, L)
-
-
-def off_diagonal_forward(
-    q_BChK: Float[Array, "B C h K"],
-    k_BDgK: Float[Array, "B D g K"],
-    v_BDgK: Float[Array, "B D g K"],
-    block: OffDiagonalBlock,
-    *,
-    score: ScoreConfig,
-) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B h C"]]:
-    """Output and log-sum-exp of the block's queries over its keys, without a mask.
-
-    Both are 0 for other queries.
-    """
-    make_row = blockwise_rows.make_off_diagonal_row
-    return _forward(make_row, score, q_BChK, k_BDgK, v_BDgK, block, dtype=_FLOAT32)
-
-
-def off_diagonal_backward(
-    q_BChK: Float[Array, "B C h K"],
-    k_BDgK: Float[Array, "B D g K"],
-    v_BDgK: Float[Array, "B D g K"],
-    out_BChK: Float[Array, "B C h K"],
-    lse_BhC: Float32[Array, "B h C"],
-    dout_BChK: Float[Array, "B C h K"],
-    block: OffDiagonalBlock,
-    *,
-    score: ScoreConfig,
-) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B D g K"], Float32[Array, "B D g K"]]:
-    """dq, dk and dv. The output and log-sum-exp may include keys that are not in the block."""
-    arrays = q_BChK, k_BDgK, v_BDgK, block, out_BChK, lse_BhC, dout_BChK
-    return _backward(blockwise_rows.make_off_diagonal_row, score, *arrays, dtype=_FLOAT32)
-
-
-def _forward(
-    make_row: Callable[..., BlockedRow],
-    score: ScoreConfig,
-    q_BLhK: Array,
-    k_BLgK: Array,
-    v_BLgK: Array,
-    mask_B: Any,
-    *,
-    dtype: jnp.dtype,
-) -> tuple[Array, Float32[Array, "B h L"]]:
-    """Output and log-sum-exp. Args: mask_B: last argument of `make_row`, for each row."""
+    dtype = dtype or q_BLhK.dtype
     L, h = q_BLhK.shape[1:3]
+    make_row, mask_B = _find_rows(mask, L, score.window)
 
     def compute_row(arrays: tuple[Array, Array, Array, Any]) -> tuple[Array, Array]:
         row = make_row(*arrays)
@@ -148,25 +69,23 @@ def _forward(
         out = blockwise_rows.join_blocks(out, L, h)
         return out, blockwise_rows.join_blocks(lse[..., None], L, h)[..., 0]
 
-    out_BLhK, lse_BLh = jax.lax.map(compute_row, (q_BLhK, k_BLgK, v_BLgK, mask_B))
+    out_BLhK, lse_BLh = jax.lax.map(compute_row, (q_BLhK, k_BDgK, v_BDgK, mask_B))
     return out_BLhK, lse_BLh.swapaxes(1, 2)
 
 
-def _backward(
-    make_row: Callable[..., BlockedRow],
-    score: ScoreConfig,
-    q_BLhK: Array,
-    k_BLgK: Array,
-    v_BLgK: Array,
-    mask_B: Any,
-    out_BLhK: Array,
-    lse_BhL: Array,
-    dout_BLhK: Array,
+def backward(
+    saved: Saved,
+    mask: Segments | OffDiagonalBlock,
     *,
-    dtype: jnp.dtype,
-) -> tuple[Array, Array, Array]:
+    score: ScoreConfig,
+    dtype: jnp.dtype | None = None,
+) -> Gradients:
+    """dq, dk and dv. Args: dtype: of the gradients; None: that of q."""
+    q_BLhK, k_BDgK, v_BDgK, out_BLhK, dout_BLhK, lse_BhL = saved
+    dtype = dtype or q_BLhK.dtype
     L, h = q_BLhK.shape[1:3]
-    num_keys, g = k_BLgK.shape[1:3]
+    num_keys, g = k_BDgK.shape[1:3]
+    make_row, mask_B = _find_rows(mask, L, score.window)
     delta_BLh = jnp.einsum(
         "BLhK,BLhK->BLh", dout_BLhK, out_BLhK, preferred_element_type=jnp.float32
     )
@@ -191,9 +110,20 @@ def _backward(
             blockwise_rows.join_blocks(dv, num_keys, g),
         )
 
-    arrays = (q_BLhK, k_BLgK, v_BLgK, mask_B, dout_BLhK, lse_BLh, delta_BLh)
+    arrays = (q_BLhK, k_BDgK, v_BDgK, mask_B, dout_BLhK, lse_BLh, delta_BLh)
     dq, dk, dv = jax.lax.map(compute_row, arrays)
     return dq, dk.astype(dtype), dv.astype(dtype)
+
+
+def _find_rows(
+    mask: Segments | OffDiagonalBlock, num_queries: int, window: int | None
+) -> tuple[Callable[..., BlockedRow], Any]:
+    """Function that makes a row of q, k, v and its part of the mask; and the mask of all rows."""
+    if isinstance(mask, OffDiagonalBlock):
+        return blockwise_rows.make_off_diagonal_row, mask
+    window = num_queries if window is None else min(window, num_queries)
+    make_row = functools.partial(blockwise_rows.make_segment_row, window=window)
+    return make_row, segments.segment_ids(mask.starts_BM, mask.lengths_BM, num_queries)
 
 
 def _forward_block(
@@ -296,16 +226,13 @@ class BlockwiseKernel(Kernel):
     name = "blockwise"
 
     def make_row_functions(
-        self, settings: KernelSettings, score: ScoreConfig
+        self, settings: KernelSettings, score: ScoreConfig, dtype: jnp.dtype | None = None
     ) -> AttentionFunctions:
         return AttentionFunctions(
-            functools.partial(forward, score=score), functools.partial(backward, score=score)
+            functools.partial(forward, score=score, dtype=dtype),
+            functools.partial(backward, score=score, dtype=dtype),
         )
 
     def make_chunk_kernel(self, settings: KernelSettings, score: ScoreConfig) -> ChunkKernel:
-        return ChunkKernel(
-            forward=functools.partial(forward, score=score, dtype=_FLOAT32),
-            backward=functools.partial(backward, score=score, dtype=_FLOAT32),
-            off_diagonal_forward=functools.partial(off_diagonal_forward, score=score),
-            off_diagonal_backward=functools.partial(off_diagonal_backward, score=score),
-        )
+        in_float32 = self.make_row_functions(settings, score, jnp.dtype("float32"))
+        return ChunkKernel(packed=in_float32, off_diagonal=in_float32)

@@ -1,7 +1,7 @@
 """Base class of kernels: attention over the tokens that one device has, forward and backward.
 
 To add a kernel, write a subclass of `Kernel` in a file of its own and add it to
-`jaxsp.attention.kernel_selection.KERNELS`.
+`jaxsp.attention.selection.KERNELS`.
 """
 
 import abc
@@ -13,9 +13,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array
 
-from jaxsp.attention.kernels.residuals import AttentionFunctions
+from jaxsp.attention.kernels.residuals import AttentionFunctions, Gradients, Saved
+from jaxsp.attention.kernels.segments import Segments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class KernelWorkload:
     """True if gradients must be bitwise equal in every run: run.deterministic."""
     has_score_workspace: bool = False
     """True if the backward pass writes the gradients of all scores to memory: see
-    `cudnn_memory.needs_score_workspace`."""
+    `cudnn_memory.adapt_to_devices`."""
 
     copies_segments: bool = False
     """True if segments are copied to rows of their own: see `KernelSettings`."""
@@ -135,15 +136,13 @@ class KernelSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkKernel:
-    """A kernel's functions for chunks of rows: see `kernels.blockwise`, which has all four.
+    """A kernel's functions for chunks of rows."""
 
-    `forward` and `backward` are for packed rows, as `AttentionFunctions`.
-    """
-
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., tuple[Array, Array, Array]]
-    off_diagonal_forward: Callable[..., tuple[Array, Array]]
-    off_diagonal_backward: Callable[..., tuple[Array, Array, Array]]
+    packed: AttentionFunctions
+    """Causal attention inside each segment."""
+    off_diagonal: AttentionFunctions
+    """Those of an `OffDiagonalBlock`, which is their last argument, without a mask inside. Results
+    of other queries and keys are undefined."""
 
 
 class Kernel(abc.ABC):
@@ -176,7 +175,7 @@ class Kernel(abc.ABC):
         """Returns the functions that compute whole rows with these scores.
 
         The backward pass uses only the output and log-sum-exp that it is given: with sinks, they
-        are not those of the forward pass. Both get `tables` last if `make_tables` returns any.
+        are not those of the forward pass.
         """
 
     def make_chunk_kernel(self, settings: KernelSettings, score: ScoreConfig) -> ChunkKernel | None:
@@ -184,14 +183,7 @@ class Kernel(abc.ABC):
         none, so that rows must be whole."""
         return None
 
-    def make_tables(
-        self,
-        settings: KernelSettings,
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        *,
-        row_tokens: int,
-    ) -> Any:
+    def make_tables(self, settings: KernelSettings, rows: Segments, row_tokens: int) -> Any:
         """Returns the tables of the segments of whole rows that all layers share; None for none."""
         return None
 
@@ -254,14 +246,13 @@ class FunctionKernel(Kernel):
     def make_row_functions(
         self, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
-        def forward(q: Array, k: Array, v: Array, *segments: Array) -> tuple[Array, Array]:
+        def forward(q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
             B, L, h, _ = q.shape
-            return self.function(q, k, v, *segments), jnp.full((B, h, L), jnp.nan)
+            return self.function(q, k, v, *segments[:2]), jnp.full((B, h, L), jnp.nan)
 
-        def backward(
-            q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, *segments: Array
-        ) -> tuple[Array, Array, Array]:
-            return jax.vjp(lambda *qkv: self.function(*qkv, *segments), q, k, v)[1](dout)
+        def backward(saved: Saved, segments: Segments) -> Gradients:
+            function = lambda *qkv: self.function(*qkv, *segments[:2])
+            return jax.vjp(function, *saved[:3])[1](saved.dout)
 
         return AttentionFunctions(forward, backward)
 

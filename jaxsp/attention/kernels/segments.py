@@ -1,9 +1,18 @@
 """Segment of each token, and the part of a row's attention that falls into chunks of the row."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
+
+
+class Segments(NamedTuple):
+    """Segments of packed rows."""
+
+    starts_BM: Int32[Array, "B M"]
+    lengths_BM: Int32[Array, "B M"]
+    tables: Any = None
+    """Tables that all layers share: see `TokenExchange.make_tables` and `Kernel.make_tables`."""
 
 
 def segment_ids(

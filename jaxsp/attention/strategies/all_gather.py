@@ -18,12 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float
 
 from jaxsp.attention.chunks import chunk_calls, partial_attention
 from jaxsp.attention.chunks.chunk_calls import Call, ChunkTokens
 from jaxsp.attention.chunks.partial_attention import LocalSegments
 from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
+from jaxsp.attention.kernels.residuals import Gradients, Saved
+from jaxsp.attention.kernels.segments import Segments
 from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.token_exchange import TokenExchange
 from jaxsp.attention.strategies.workload import LayerWorkload
@@ -97,19 +99,12 @@ class AllGather(Zigzag):
         }
 
     def forward(
-        self,
-        kernel: ChunkKernel,
-        q: Float[Array, "B l H K"],
-        k: Float[Array, "B l G K"],
-        v: Float[Array, "B l G K"],
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        tables: None = None,
-    ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
-        """Output and log-sum-exp of this device's queries. Moves: all-gathers of k and v."""
+        self, kernel: ChunkKernel, q: Array, k: Array, v: Array, segments: Segments
+    ) -> tuple[Array, Array]:
+        """Moves: all-gathers of k and v."""
         B, l, H, _ = q.shape
         num_gathers = k.shape[2] // self.kv_heads_per_gather
-        calls, local_segments = self._find_work(starts_BM, lengths_BM, l)
+        calls, local_segments = self._find_work(segments, l)
         q_SBlhK, k_SBlgK, v_SBlgK = (_split_heads(x, num_gathers) for x in (q, k, v))
 
         def attend_heads(
@@ -125,23 +120,12 @@ class AllGather(Zigzag):
         out_SBlhK, lse_SBlh = _scan_gathers(self, attend_heads, [q_SBlhK], [k_SBlgK, v_SBlgK])
         return _join_heads(out_SBlhK), lse_SBlh.transpose(1, 0, 3, 2).reshape(B, H, l)
 
-    def backward(
-        self,
-        kernel: ChunkKernel,
-        q: Float[Array, "B l H K"],
-        k: Float[Array, "B l G K"],
-        v: Float[Array, "B l G K"],
-        out: Float[Array, "B l H K"],
-        lse: Float32[Array, "B H l"],
-        dout: Float[Array, "B l H K"],
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        tables: None = None,
-    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
-        """dq, dk and dv. Moves: all-gathers of k and v, and reduce-scatters of their gradients."""
+    def backward(self, kernel: ChunkKernel, saved: Saved, segments: Segments) -> Gradients:
+        """Moves: all-gathers of k and v, and reduce-scatters of their gradients."""
+        q, k, v, out, dout, lse = saved
         B, l, _, _ = q.shape
         num_gathers = k.shape[2] // self.kv_heads_per_gather
-        calls, local_segments = self._find_work(starts_BM, lengths_BM, l)
+        calls, local_segments = self._find_work(segments, l)
         q_S, k_S, v_S, out_S, dout_S = (_split_heads(x, num_gathers) for x in (q, k, v, out, dout))
         lse_SBlh = lse.reshape(B, num_gathers, -1, l).transpose(1, 0, 3, 2)
 
@@ -166,10 +150,9 @@ class AllGather(Zigzag):
         dq, dk, dv = _scan_gathers(self, heads_backward, inputs, [k_S, v_S])
         return _join_heads(dq), _join_heads(dk), _join_heads(dv)
 
-    def _find_work(
-        self, starts_BM: Array, lengths_BM: Array, num_tokens: int
-    ) -> tuple[list[Call], LocalSegments]:
+    def _find_work(self, segments: Segments, num_tokens: int) -> tuple[list[Call], LocalSegments]:
         """Calls of the keys of all devices, and the segments of this device's chunks."""
+        starts_BM, lengths_BM, _ = segments
         chunk_tokens = num_tokens // self.chunks_per_device
         calls = chunk_calls.find_gathered_calls(
             ChunkTokens(starts_BM, lengths_BM, chunk_tokens),

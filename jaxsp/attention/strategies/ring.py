@@ -23,13 +23,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array
 
 from jaxsp.attention.chunks import chunk_calls, partial_attention, ring_hops
 from jaxsp.attention.chunks.chunk_calls import Call, ChunkTokens
-from jaxsp.attention.chunks.partial_attention import Gradients, LocalSegments, PartialAttention
+from jaxsp.attention.chunks.partial_attention import PartialAttention, Sums
 from jaxsp.attention.chunks.ring_hops import RingHops
 from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings
+from jaxsp.attention.kernels.residuals import Gradients, Saved
+from jaxsp.attention.kernels.segments import Segments
 from jaxsp.attention.strategies.workload import LayerWorkload
 from jaxsp.attention.strategies.zigzag import Zigzag
 from jaxsp.core import axes
@@ -56,32 +58,19 @@ class Ring(Zigzag):
         return {"collective-permute": kv_elements * elements_bytes}
 
     def make_tables(
-        self,
-        kernel: Kernel,
-        settings: KernelSettings,
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        *,
-        row_tokens: int,
+        self, kernel: Kernel, settings: KernelSettings, rows: Segments, row_tokens: int
     ) -> RingHops | None:
-        return ring_hops.find_hops(self.layout, starts_BM, lengths_BM, row_tokens=row_tokens)
+        return ring_hops.find_hops(self.layout, *rows[:2], row_tokens=row_tokens)
 
     def forward(
-        self,
-        kernel: ChunkKernel,
-        q: Float[Array, "B l H K"],
-        k: Float[Array, "B l G K"],
-        v: Float[Array, "B l G K"],
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        tables: RingHops | None = None,
-    ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
-        """Output and log-sum-exp of this device's queries. Moves: k and v to all other devices."""
-        work = _LocalWork(self, starts_BM, lengths_BM, q.shape[1] // self.chunks_per_device)
+        self, kernel: ChunkKernel, q: Array, k: Array, v: Array, segments: Segments
+    ) -> tuple[Array, Array]:
+        """Moves: k and v to all other devices."""
+        tokens = ChunkTokens(*segments[:2], q.shape[1] // self.chunks_per_device)
 
         def visit(results: PartialAttention, kv: list[Array], hop: Array | int) -> PartialAttention:
             """Merges in the attention to the keys that arrive after `hop` hops."""
-            calls = work.remote_calls(hop)
+            calls = self._find_remote_calls(tokens, hop)
             return partial_attention.add_calls_forward(kernel, calls, q, kv, results, in_order=True)
 
         def next_step(
@@ -99,37 +88,24 @@ class Ring(Zigzag):
             kv = jax.lax.switch(index, self._shifts(), [k, v])
             return visit(results, kv, jnp.asarray(ring_hops.near_hops(self.degree))[index])
 
-        results = partial_attention.diagonal_forward(kernel, work.segments, q, k, v)
-        calls = work.local_calls()
+        local = self.find_local_segments(*segments[:2], tokens.chunk_tokens)
+        results = partial_attention.diagonal_forward(kernel, local, q, k, v)
+        calls = chunk_calls.find_local_calls(tokens, self.chunk_numbers(self.index))
         results = partial_attention.add_calls_forward(
             kernel, calls, q, [k, v], results, in_order=True
         )
-        results = self._visit_needed(tables, visit_all, visit_near, results)
+        results = self._visit_needed(segments.tables, visit_all, visit_near, results)
         return results.out_BCHK.astype(q.dtype), results.lse_BCH.swapaxes(1, 2)
 
-    def backward(
-        self,
-        kernel: ChunkKernel,
-        q: Float[Array, "B l H K"],
-        k: Float[Array, "B l G K"],
-        v: Float[Array, "B l G K"],
-        out: Float[Array, "B l H K"],
-        lse: Float32[Array, "B H l"],
-        dout: Float[Array, "B l H K"],
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        tables: RingHops | None = None,
-    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
-        """dq, dk and dv.
-
-        Moves: k and v to all other devices, and their gradients all the way around.
-        """
-        work = _LocalWork(self, starts_BM, lengths_BM, q.shape[1] // self.chunks_per_device)
+    def backward(self, kernel: ChunkKernel, saved: Saved, segments: Segments) -> Gradients:
+        """Moves: k and v to all other devices, and their gradients all the way around."""
+        q, k, v, out, dout, lse = saved
+        tokens = ChunkTokens(*segments[:2], q.shape[1] // self.chunks_per_device)
         results = (out, lse.swapaxes(1, 2), dout)
 
-        def visit(dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int) -> Gradients:
+        def visit(dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int) -> Sums:
             """Adds the gradients of the queries, and of the keys that arrive after `hop` hops."""
-            calls = work.remote_calls(hop)
+            calls = self._find_remote_calls(tokens, hop)
             return partial_attention.add_calls_backward(
                 kernel, calls, q, kv, results, (dq, dkv), in_order=True
             )
@@ -142,7 +118,7 @@ class Ring(Zigzag):
             dq, dkv = visit(dq, received[:2], kv, hop)
             return (dq, dkv, received[2:]), None
 
-        def visit_all(gradients: Gradients) -> Gradients:
+        def visit_all(gradients: Sums) -> Sums:
             # Gradients are sent one ring step after their keys, so that the transfer overlaps the
             # next step's computation
             hops = jnp.arange(1, self.degree - 1)
@@ -152,7 +128,7 @@ class Ring(Zigzag):
             own_dkv = self.shift([x.astype(k.dtype) for x in dkv])  # to their own device
             return dq, [x.astype(jnp.float32) for x in own_dkv]
 
-        def visit_near(gradients: Gradients, index: Array) -> Gradients:
+        def visit_near(gradients: Sums, index: Array) -> Sums:
             dq, dkv = gradients
             kv = jax.lax.switch(index, self._shifts(), [k, v])
             zeros = [jnp.zeros(x.shape, jnp.float32) for x in kv]
@@ -160,12 +136,23 @@ class Ring(Zigzag):
             terms = jax.lax.switch(index, self._shifts(back=True), terms)
             return dq, [x + y for x, y in zip(dkv, terms, strict=True)]
 
-        gradients = partial_attention.diagonal_backward(kernel, work.segments, q, [k, v], results)
+        local = self.find_local_segments(*segments[:2], tokens.chunk_tokens)
+        gradients = partial_attention.diagonal_backward(kernel, local, q, [k, v], results)
+        calls = chunk_calls.find_local_calls(tokens, self.chunk_numbers(self.index))
         gradients = partial_attention.add_calls_backward(
-            kernel, work.local_calls(), q, [k, v], results, gradients, in_order=True
+            kernel, calls, q, [k, v], results, gradients, in_order=True
         )
-        dq, (dk, dv) = self._visit_needed(tables, visit_all, visit_near, gradients)
+        dq, (dk, dv) = self._visit_needed(segments.tables, visit_all, visit_near, gradients)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    def _find_remote_calls(self, tokens: ChunkTokens, hop: Array | int) -> list[Call]:
+        """Calls of the ring step in which keys arrive after `hop` hops."""
+        here = self.index
+        there = (here - hop) % self.degree
+        chunks_k = self.chunk_numbers(here)
+        return chunk_calls.find_remote_calls(
+            tokens, chunks_k, self.chunk_numbers(there), there < here
+        )
 
     def _visit_needed(
         self,
@@ -235,34 +222,3 @@ class Ring(Zigzag):
             jax.lax.bitcast_convert_type(part.reshape(word.shape), array.dtype)
             for part, word, array in zip(received, words, arrays, strict=True)
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _LocalWork:
-    """Blocks of the attention matrix that this device computes, for the segments of its rows."""
-
-    ring: Ring
-    starts_BM: Array
-    lengths_BM: Array
-    chunk_tokens: int
-
-    @property
-    def tokens(self) -> ChunkTokens:
-        return ChunkTokens(self.starts_BM, self.lengths_BM, self.chunk_tokens)
-
-    @property
-    def segments(self) -> LocalSegments:
-        """Segments of this device's chunks."""
-        return self.ring.find_local_segments(self.starts_BM, self.lengths_BM, self.chunk_tokens)
-
-    def local_calls(self) -> list[Call]:
-        """Calls of this device's own keys."""
-        return chunk_calls.find_local_calls(self.tokens, self.ring.chunk_numbers(self.ring.index))
-
-    def remote_calls(self, hop: Array | int) -> list[Call]:
-        """Calls of the ring step in which keys arrive after `hop` hops."""
-        here = self.ring.index
-        there = (here - hop) % self.ring.degree
-        chunks_k = self.ring.chunk_numbers(here)
-        chunks_there_k = self.ring.chunk_numbers(there)
-        return chunk_calls.find_remote_calls(self.tokens, chunks_k, chunks_there_k, there < here)

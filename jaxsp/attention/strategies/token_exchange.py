@@ -8,7 +8,7 @@ import abc
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool
 
 from jaxsp.attention.chunks.chunk_group import DeviceGroup
 from jaxsp.attention.kernels import segments
@@ -19,6 +19,7 @@ from jaxsp.attention.kernels.kernel import (
     ScoreConfig,
 )
 from jaxsp.attention.kernels.residuals import AttentionFunctions
+from jaxsp.attention.kernels.segments import Segments
 from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.workload import LayerWorkload
 from jaxsp.core.layout import KEPT_ORDER, Layout
@@ -85,19 +86,10 @@ class TokenExchange(DeviceGroup, abc.ABC):
     def make_functions(
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
-        """Returns the forward and backward pass of one kind of layer, inside shard_map.
-
-        Their last argument is the result of `make_tables`, if there is any.
-        """
+        """Returns the forward and backward pass of one kind of layer, inside shard_map."""
 
     def make_tables(
-        self,
-        kernel: Kernel,
-        settings: KernelSettings,
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        *,
-        row_tokens: int,
+        self, kernel: Kernel, settings: KernelSettings, rows: Segments, row_tokens: int
     ) -> Any:
         """Returns what all layers of a microbatch share about the segments; None for nothing.
         Called inside shard_map."""
@@ -145,15 +137,9 @@ class WholeRows(TokenExchange):
         return kernel.make_row_functions(settings, score)
 
     def make_tables(
-        self,
-        kernel: Kernel,
-        settings: KernelSettings,
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        *,
-        row_tokens: int,
+        self, kernel: Kernel, settings: KernelSettings, rows: Segments, row_tokens: int
     ) -> Any:
-        return kernel.make_tables(settings, starts_BM, lengths_BM, row_tokens=row_tokens)
+        return kernel.make_tables(settings, rows, row_tokens)
 
     def segment_mask(
         self, starts_BM: Array, lengths_BM: Array, num_tokens: int

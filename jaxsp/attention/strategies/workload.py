@@ -73,31 +73,6 @@ class LayerWorkload:
     """True if the model has layers of other kinds. Then XLA merges no collectives of the recomputed
     forward pass with those of the backward pass, because each is in a branch of its own."""
 
-    @classmethod
-    def from_rows(
-        cls, rows: GroupRows, model: HasHeads, score: ScoreConfig, *, remat: str
-    ) -> "LayerWorkload":
-        """The workload of layers with these scores. Args: remat: value of memory.remat."""
-        kinds = drop_long_windows(model.layer_scores, row_tokens=rows.row_tokens)
-        (score,) = drop_long_windows([score], row_tokens=rows.row_tokens)
-        return cls(
-            num_rows=rows.num_rows,
-            # 0 would not reach the check that rows can be divided
-            tokens_per_device=max(1, rows.row_tokens // rows.seq),
-            row_tokens=rows.row_tokens,
-            max_segments=rows.max_segments,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=rows.dtype,
-            window=score.window,
-            softcap=score.softcap,
-            remat=remat,
-            is_deterministic=rows.is_deterministic,
-            has_windowed_kinds=any(kind.window is not None for kind in kinds),
-            has_other_kinds=len(set(kinds)) > 1,
-        )
-
     @property
     def itemsize(self) -> int:
         return np.dtype(self.dtype).itemsize
@@ -148,8 +123,26 @@ def count_workloads(
     Args: remat: value of memory.remat.
     """
     counts: collections.Counter[LayerWorkload] = collections.Counter()
-    for score, num_layers in collections.Counter(model.layer_scores).items():
-        counts[LayerWorkload.from_rows(rows, model, score, remat=remat)] += num_layers
+    kinds = collections.Counter(drop_long_windows(model.layer_scores, row_tokens=rows.row_tokens))
+    for score, num_layers in kinds.items():
+        workload = LayerWorkload(
+            num_rows=rows.num_rows,
+            # 0 would not reach the check that rows can be divided
+            tokens_per_device=max(1, rows.row_tokens // rows.seq),
+            row_tokens=rows.row_tokens,
+            max_segments=rows.max_segments,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=rows.dtype,
+            window=score.window,
+            softcap=score.softcap,
+            remat=remat,
+            is_deterministic=rows.is_deterministic,
+            has_windowed_kinds=any(kind.window is not None for kind in kinds),
+            has_other_kinds=len(kinds) > 1,
+        )
+        counts[workload] += num_layers
     return dict(counts)
 
 

@@ -7,10 +7,9 @@ in parts (partial_attention.py), except in layers with a sliding window: see hal
 import abc
 import dataclasses
 import functools
-from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32
 
 from jaxsp.attention.chunks import halo
 from jaxsp.attention.chunks.chunk_group import ChunkGroup
@@ -24,7 +23,8 @@ from jaxsp.attention.kernels.kernel import (
     KernelWorkload,
     ScoreConfig,
 )
-from jaxsp.attention.kernels.residuals import AttentionFunctions
+from jaxsp.attention.kernels.residuals import AttentionFunctions, Gradients, Saved
+from jaxsp.attention.kernels.segments import Segments
 from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.token_exchange import TokenExchange
 from jaxsp.attention.strategies.workload import LayerWorkload
@@ -47,30 +47,13 @@ class Zigzag(ChunkGroup, TokenExchange):
         q: Float[Array, "B l H K"],
         k: Float[Array, "B l G K"],
         v: Float[Array, "B l G K"],
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        tables: Any = None,
+        segments: Segments,
     ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
-        """Output and log-sum-exp of this device's queries, inside shard_map.
-
-        Args: tables: result of `make_tables`.
-        """
+        """Output and log-sum-exp of this device's queries, inside shard_map."""
 
     @abc.abstractmethod
-    def backward(
-        self,
-        kernel: ChunkKernel,
-        q: Float[Array, "B l H K"],
-        k: Float[Array, "B l G K"],
-        v: Float[Array, "B l G K"],
-        out: Float[Array, "B l H K"],
-        lse: Float32[Array, "B H l"],
-        dout: Float[Array, "B l H K"],
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        tables: Any = None,
-    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
-        """dq, dk and dv of this device's tokens. Args: tables: result of `make_tables`."""
+    def backward(self, kernel: ChunkKernel, saved: Saved, segments: Segments) -> Gradients:
+        """dq, dk and dv of this device's tokens."""
 
     @classmethod
     def from_config(
@@ -159,14 +142,11 @@ class Zigzag(ChunkGroup, TokenExchange):
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
         chunks = kernel.make_chunk_kernel(settings, score)
-        assert chunks is not None, "kernel_selection.raise_if_whole_rows_only refuses it"
-        if score.window is None:
-            return AttentionFunctions(
-                functools.partial(self.forward, chunks), functools.partial(self.backward, chunks)
-            )
+        assert chunks is not None, "selection.raise_if_whole_rows_only refuses it"
+        if score.window is not None:
+            return halo.make_functions(self, chunks, score.window)
         return AttentionFunctions(
-            functools.partial(halo.forward, self, chunks, score.window),
-            functools.partial(halo.backward, self, chunks, score.window),
+            functools.partial(self.forward, chunks), functools.partial(self.backward, chunks)
         )
 
     def on_one_device(self) -> TokenExchange:
@@ -176,18 +156,15 @@ class Zigzag(ChunkGroup, TokenExchange):
         self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
     ) -> LocalSegments:
         """Finds the segments of this device's chunks."""
-
-        def clip(first_token: Array) -> tuple[Array, Array]:
-            return segments.clip_to_chunk(
-                starts_BM, lengths_BM, first_token=first_token, num_tokens=chunk_tokens
-            )
-
+        clip = lambda first_token: segments.clip_to_chunk(
+            starts_BM, lengths_BM, first_token=first_token, num_tokens=chunk_tokens
+        )
         first_tokens_k = self.chunk_numbers(self.index) * chunk_tokens
         starts_BkM, lengths_BkM = jax.vmap(clip, out_axes=1)(first_tokens_k)
         starts_RM = starts_BkM.reshape(-1, starts_BkM.shape[-1])
         lengths_RM = lengths_BkM.reshape(starts_RM.shape)
         mask_RC = segments.segment_mask(starts_RM, lengths_RM, chunk_tokens)
-        return LocalSegments(starts_RM, lengths_RM, mask_RC)
+        return LocalSegments(Segments(starts_RM, lengths_RM), mask_RC)
 
     def segment_mask(
         self, starts_BM: Array, lengths_BM: Array, num_tokens: int

@@ -24,8 +24,7 @@ from typing import Any
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import generation_marks, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
-from jaxsp.data.chat.template_text import Messages, RenderFunction, TextSpans
-from jaxsp.data.chat.turn_ends import TurnEnd
+from jaxsp.data.chat.template_text import ASSISTANT, Messages
 from jaxsp.data.formats.records import COMPLETION_FIELDS
 
 
@@ -53,7 +52,7 @@ class RenderedRecord:
     """The document's name in messages; empty if the record has only one."""
     loss_spans: tuple[tuple[int, int], ...] | None = None
     """First character and end of each part with loss; None: the whole text."""
-    has_exact_spans: bool = True
+    has_exact_spans: bool = False
     """Refuse the record if a token lies only partly in a span; if False, train on that token."""
     is_plain: bool = False
     """True for a text without a chat template: the tokenizer's special tokens are added around it,
@@ -72,27 +71,21 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
         written differently when its completion follows is refused (TRL trains from where they
         differ), unless only the generation prompt is; a template never writes today's date.
     """
-    prompt = record.get("prompt")
-    completions = {name: record[name] for name in COMPLETION_FIELDS if name in record}
-    if prompt is None:
-        prompt = []
-        completions = {"messages": record["messages"]}
-    is_only = len(completions) == 1
-    documents = []
+    prompt = record.get("prompt", [])
+    fields = [name for name in ("messages", *COMPLETION_FIELDS) if name in record]
+    names = [field.replace("_", " ") for field in fields] if len(fields) > 1 else [""]
     if isinstance(prompt, str):
-        for field, completion in completions.items():
-            text = prompt + completion
-            spans = None if options.has_full_loss else ((len(prompt), len(text)),)
-            document = RenderedRecord(
+        texts = [prompt + record[field] for field in fields]
+        return tuple(
+            RenderedRecord(
                 text=text,
-                name="" if is_only else field.replace("_", " "),
-                loss_spans=spans,
-                has_exact_spans=False,
+                name=name,
+                loss_spans=None if options.has_full_loss else ((len(prompt), len(text)),),
                 is_plain=True,
             )
-            documents.append(document)
-        return tuple(documents)
-    is_conversation = "messages" in completions and not options.has_full_loss
+            for name, text in zip(names, texts, strict=True)
+        )
+    is_conversation = fields == ["messages"] and not options.has_full_loss
     render = TemplateRenderer(
         record,
         tokenizer=options.tokenizer,
@@ -100,16 +93,12 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
         with_marks=is_conversation,
         date=options.date,
     )
-    turn_end = turn_ends.find(options.tokenizer, render.template)
     if is_conversation:
-        return (_render_conversation(record["messages"], render, turn_end, options),)
-    for field, completion in completions.items():
-        name = "" if is_only else field.replace("_", " ")
+        return (_render_conversation(record["messages"], render, options),)
+    documents = []
+    for field, name in zip(fields, names, strict=True):
         with at_document(name):
-            document = _render_completion(
-                prompt, completion, render, turn_end, options, is_only=not name
-            )
-        documents.append(dataclasses.replace(document, name=name))
+            documents.append(_render_completion(prompt, record[field], render, options, name=name))
     return tuple(documents)
 
 
@@ -119,31 +108,25 @@ def at_document(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _render_conversation(
-    messages: Messages, render: TemplateRenderer, turn_end: TurnEnd, options: ChatOptions
+    messages: Messages, render: TemplateRenderer, options: ChatOptions
 ) -> RenderedRecord:
     text, marks = render(messages)
     template_text.check_messages_present(messages, text)
-    ending = "" if render.has_marks else turn_end.complete(messages)
-    indices = [
-        index
-        for index, message in enumerate(messages)
-        if message["role"] == template_text.ASSISTANT
-    ]
+    indices = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
     loss_indices = [index for index in indices if template_text.has_loss(messages[index])]
     bare = template_text.find_bare_answers(messages, loss_indices, text, render)
     if not indices:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise UserError(
-            f"has no message with the role {template_text.ASSISTANT} to train on, only {roles}. "
-            "Map the source's role names with roles, or use data.train_on=all."
+            f"has no message with the role {ASSISTANT} to train on, only {roles}. Map the source's "
+            "role names with roles, or use data.train_on=all."
         )
     if options.earlier_reasoning == "no_loss":
         loss_indices = [index for index in loss_indices if index not in bare]
     if not loss_indices:
         reason = " or loses its thinking" if bare else ""
         raise UserError(
-            f"every message with the role {template_text.ASSISTANT} has weight 0{reason}. Leave "
-            "the record out."
+            f"every message with the role {ASSISTANT} has weight 0{reason}. Leave the record out."
         )
     if render.has_marks:
         spans, marked = generation_marks.read_marked_spans(
@@ -151,10 +134,23 @@ def _render_conversation(
         )
         bare = [index for index in bare if index in marked]
     else:
-        spans = _infer_spans(messages, loss_indices, text, render, turn_end)
+        turn_end = turn_ends.find(options.tokenizer, render.template)
+        spans, opening = span_search.find_spans(messages, loss_indices, text, render)
+        # the last may end after the text, with the end that the template leaves out
+        text += turn_end.complete(messages)
+        spans = [(start, turn_end.extend(text, end)) for start, end in spans]
+        for index, span in zip(loss_indices, spans, strict=True):
+            template_text.check_span(
+                messages,
+                [index],
+                text,
+                span,
+                opening=opening,
+                suggestion=template_text.MARKS_SUGGESTION,
+            )
     template_text.check_bare_answers(bare, options.earlier_reasoning)
     return RenderedRecord(
-        text=text + ending,
+        text=text,
         loss_spans=tuple(spans),
         has_exact_spans=not render.has_marks,
         num_bare_answers=len(bare),
@@ -165,26 +161,22 @@ def _render_completion(
     prompt: Messages,
     completion: Messages,
     render: TemplateRenderer,
-    turn_end: TurnEnd,
     options: ChatOptions,
     *,
-    is_only: bool,
+    name: str,
 ) -> RenderedRecord:
-    """Renders a prompt and a completion, which has the loss unless all messages have.
-    Args: is_only: the record has no other completion."""
+    """Renders a prompt and a completion, which has the loss unless all messages have."""
     messages = prompt + completion
+    turn_end = turn_ends.find(options.tokenizer, render.template)
     text = render(messages)[0] + turn_end.complete(messages)
     template_text.check_messages_present(messages, text)
     first = len(prompt)
-    suggestion = "use format: messages" if is_only else "leave the record out"
+    suggestion = "leave the record out" if name else "use format: messages"
     if options.has_full_loss:
         first = 0
         suggestion = "use data.train_on=assistant"
-    answers = [
-        index
-        for index in range(first, len(messages))
-        if messages[index]["role"] == template_text.ASSISTANT
-    ]
+    indices = range(first, len(messages))
+    answers = [index for index in indices if messages[index]["role"] == ASSISTANT]
     for index in answers:
         if not template_text.has_loss(messages[index]):
             raise UserError(
@@ -194,58 +186,33 @@ def _render_completion(
     bare = template_text.find_bare_answers(messages, answers, text, render)
     template_text.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
     if options.has_full_loss:
-        return RenderedRecord(text=text, num_bare_answers=len(bare))
-    prompt_text, _ = render(prompt)
+        return RenderedRecord(text=text, name=name, num_bare_answers=len(bare))
     prompted, _ = render(prompt, prompt=True)
     start = template_text.common_prefix_length(prompted, text)
-    use = "use data.train_on=all, or" if is_only else "use"
-    if start < min(len(prompted), template_text.common_prefix_length(prompt_text, prompted)):
+    prompt_length = template_text.common_prefix_length(render(prompt)[0], prompted)
+    use = "use" if name else "use data.train_on=all, or"
+    if start < min(len(prompted), prompt_length):
         raise UserError(
             "the chat template writes the prompt differently when the completion follows, so that "
             f"the completion cannot be located: {use} another template."
         )
+    header = ""
+    if not template_text.visible_content(completion[0]).strip():
+        word = next(template_text.unused_words(text))
+        spoken = {"role": completion[0]["role"], "content": word}
+        header = render([*prompt, spoken])[0].partition(word)[0]
     marked = "format: messages and a data.chat_template with {% generation %} marks"
     template_text.check_span(
         messages,
-        range(len(prompt), len(messages)),
+        indices,
         text,
         (start, len(text)),
-        render,
-        suggestion=f"{use} {marked if is_only else 'another template'}",
+        opening=(prompted, header),
+        suggestion=f"{use} {'another template' if name else marked}",
     )
     return RenderedRecord(
         text=text,
+        name=name,
         loss_spans=((start, len(text)),),
-        has_exact_spans=False,
         num_bare_answers=len(bare),
     )
-
-
-def _infer_spans(
-    messages: Messages, indices: list[int], text: str, render: RenderFunction, turn_end: TurnEnd
-) -> TextSpans:
-    """Returns the spans of assistant messages for a template without marks. The last may end after
-    `text`, with the end that the template leaves out."""
-
-    spans = span_search.find_spans(messages, indices, text, render)
-    if spans is None:
-        raise UserError(
-            "the chat template has no {% generation %} marks, and no loop that writes the turns, "
-            "so that the assistant's text cannot be located: "
-            f"{template_text.MARKS_SUGGESTION}."
-        )
-    completed = text + turn_end.complete(messages)
-    extended = []
-    for index, span in zip(indices, spans, strict=True):
-        start, end = span.span
-        extended.append((start, turn_end.extend(completed, end)))
-        template_text.check_span(
-            messages,
-            [index],
-            completed,
-            extended[-1],
-            render,
-            suggestion=template_text.MARKS_SUGGESTION,
-            opening=span.opening,
-        )
-    return extended

@@ -74,7 +74,7 @@ def load_template(
             # Jinja and Python's compiler raise any error for a template that is too deep or large
             except Exception as error:
                 raise UserError(f"cannot be compiled: {_explain_failure(error)}.") from None
-    if data.chat_template_date is not None and not any(map(writes_date, texts)):
+    if data.chat_template_date is not None and not any(_DATE_FUNCTION in text for text in texts):
         raise UserError(
             f"data.chat_template_date = {data.chat_template_date}: the chat template writes no "
             "date (strftime_now). Remove it.",
@@ -101,14 +101,8 @@ def load_template(
     return f"{defaults}\n{texts[0]}"  # Jinja drops the line break after the tag
 
 
-def writes_date(template: str) -> bool:
-    """Returns True if a template may write today's date."""
-    return _DATE_FUNCTION in template
-
-
 def resolve_template(chat_template: str) -> str:
-    """Returns data.chat_template if it is a template, else the content of the file it names.
-    Raises: UserError if it is neither."""
+    """Returns data.chat_template if it is a template, else the content of the file it names."""
     if "{%" in chat_template or "{{" in chat_template:
         return chat_template
     with at("data.chat_template", chat_template):
@@ -122,19 +116,6 @@ def resolve_template(chat_template: str) -> str:
             ) from None
         except (OSError, ValueError) as error:
             raise UserError(f"cannot be read: {error}.") from None
-
-
-def _fix_date(template: str, date: datetime.date | None) -> str:
-    """Returns a template that writes this date as today's date, or cannot write any. The calls are
-    replaced, because transformers passes no functions to a template."""
-    if not writes_date(template):
-        return template
-    value = _UNDEFINED_DATE
-    if date is not None:
-        value = repr(date.isoformat())
-        template = _DATE_CALL.sub(lambda call: repr(date.strftime(call[2])), template)
-    # Jinja drops the line break after the tag, so the template's first line stays the first
-    return f"{{% set {_DATE_FUNCTION} = {value} %}}\n{template}"
 
 
 class TemplateRenderer:
@@ -168,12 +149,19 @@ class TemplateRenderer:
             raise UserError(
                 "the tokenizer has no chat template for it. Set data.chat_template."
             ) from None
-        self.template = text = _fix_date(text, date)
+        if _DATE_FUNCTION in text:
+            value = _UNDEFINED_DATE
+            if date is not None:
+                value = repr(date.isoformat())
+                # replaced, because transformers passes no functions to a template
+                text = _DATE_CALL.sub(lambda call: repr(date.strftime(call[2])), text)
+            # Jinja drops the line break after the tag, so the template's first line stays the first
+            text = f"{{% set {_DATE_FUNCTION} = {value} %}}\n{text}"
+        self.template = text
         self.has_marks = with_marks and generation_marks.has_generation_marks(text)
         if self._tools is not None:
             messages = template_text.list_messages(record)
-            texts = [self._render(messages, tools, text)[0] for tools in (self._tools, None)]
-            if texts[0] == texts[1]:
+            if self(messages)[0] == self(messages, has_tools=False)[0]:
                 raise UserError(
                     "the chat template ignores tools. Remove the tools, or use a template that "
                     "supports them."
@@ -186,6 +174,7 @@ class TemplateRenderer:
         prompt: bool = False,
         is_open: bool = False,
         marks_loops: bool = False,
+        has_tools: bool = True,
     ) -> tuple[str, TextSpans]:
         """Returns the text of messages, and its marked spans.
         Args:
@@ -193,22 +182,17 @@ class TemplateRenderer:
             is_open: leave out the end of the last message.
             marks_loops: add the marks of `span_search.mark_loops`.
         Raises: UserError if the template fails."""
-        template = span_search.mark_loops(self.template) if marks_loops else self.template
-        options = {"add_generation_prompt": prompt, "continue_final_message": is_open}
-        return self._render(messages, self._tools, template, **options)
-
-    def _render(
-        self, messages: Sequence[dict[str, Any]], tools: Any, template: str, **options: Any
-    ) -> tuple[str, TextSpans]:
         from transformers.utils import chat_template_utils
 
+        template = span_search.mark_loops(self.template) if marks_loops else self.template
         try:
             rendered: Any = chat_template_utils.render_jinja_template(
                 [list(messages)],
-                tools=tools,
+                tools=self._tools if has_tools else None,
                 chat_template=template,
                 return_assistant_tokens_mask=self.has_marks,
-                **options,
+                add_generation_prompt=prompt,
+                continue_final_message=is_open,
                 **self._kwargs,
             )
         except Exception as error:  # raise_exception's, or any that Python raises in a template

@@ -39,18 +39,16 @@ def has_generation_marks(template: str) -> bool:
     tree = jinja2.Environment(extensions=[Marks, ext.loopcontrols]).parse(template)
     # jinja2 buffers the text of these blocks, so transformers counts offsets from their start
     buffered = {
-        "Macro": "macro",
-        "CallBlock": "call",
-        "FilterBlock": "filter",
-        "AssignBlock": "set",
+        nodes.Macro: "macro",
+        nodes.CallBlock: "call",
+        nodes.FilterBlock: "filter",
+        nodes.AssignBlock: "set",
+        nodes.For: "recursive for",
     }
-    for node in tree.find_all(nodes.Node):
-        name = buffered.get(type(node).__name__)
-        if isinstance(node, nodes.For) and node.recursive:
-            name = "recursive for"
-        if name is not None and any(map(is_mark, node.find_all(nodes.CallBlock))):
-            if is_mark(node):
-                name = "generation"
+    for node in tree.find_all((*buffered,)):
+        is_buffered = getattr(node, "recursive", True)  # of loops, only recursive ones
+        if is_buffered and any(map(is_mark, node.find_all(nodes.CallBlock))):
+            name = "generation" if is_mark(node) else buffered[type(node)]
             raise UserError(
                 f"{_MARKS} are inside a {{% {name} %}}, where transformers cannot locate the "
                 "marked text. Put the marks around it."
@@ -73,77 +71,59 @@ def read_marked_spans(
     probe, words = _make_probe(messages, text)
     probe_text, probe_marks = render(probe)
     is_marked: dict[int, set[bool]] = {index: set() for index in indices}
-    word_positions = []
+    places = []  # first character of each word of the probe, and its message
     for index, word in words:
-        starts = [match.start() for match in re.finditer(word, probe_text)]
-        word_positions += [(start, index) for start in starts]
-        overlaps = [
-            [
-                (first, last)
-                for first, last in probe_marks
-                if start < last and first < start + len(word)
+        are_marked = set()
+        for match in re.finditer(word, probe_text):
+            start, end = match.span()
+            places.append((start, index))
+            overlaps = [
+                (first, last) for first, last in probe_marks if start < last and first < end
             ]
-            for start in starts
-        ]
-        if any(overlaps) and index not in is_marked:
-            raise UserError(f"{_MARKS} cover message {index + 1} ({messages[index]['role']}).")
-        for start, spans in zip(starts, overlaps, strict=True):
-            end = start + len(word)
-            if spans and not any(first <= start and end <= last for first, last in spans):
+            if overlaps and index not in is_marked:
+                raise UserError(f"{_MARKS} cover message {index + 1} ({messages[index]['role']}).")
+            if overlaps and not any(first <= start and end <= last for first, last in overlaps):
                 raise UserError(f"{_MARKS} cover only part of message {index + 1} ({ASSISTANT}).")
-        if index in is_marked and starts:
+            are_marked.add(bool(overlaps))
+        if index in is_marked and are_marked:
             # a tool result may repeat the name of the call outside the marks
-            is_marked[index].add(any(overlaps))
+            is_marked[index].add(True in are_marked)
     spans = [(start, end) for start, end in marks if start < end]
     if not spans or False in is_marked[indices[-1]]:
         raise UserError(f"{_MARKS} leave out what the assistant says.")
+    marked = [index for index in indices if True in is_marked[index]]
     marked_text = "\0".join(text[start:end] for start, end in spans)
     place = 0
-    for index in indices:
-        if True in is_marked[index]:
-            message_end = template_text.find_end(marked_text, messages[index], place)
-            if message_end is None or False in is_marked[index]:
-                raise UserError(f"{_MARKS} cover only part of message {index + 1} ({ASSISTANT}).")
-            place = message_end
-    if len(loss_indices) < len(indices):
-        spans = _select_loss_spans(
-            loss_indices, indices, marks, probe_marks, sorted(word_positions)
-        )
-    return spans, [index for index in indices if True in is_marked[index]]
-
-
-def _select_loss_spans(
-    loss_indices: list[int],
-    indices: list[int],
-    marks: TextSpans,
-    probe_marks: TextSpans,
-    word_positions: list[tuple[int, int]],
-) -> TextSpans:
-    """Returns the marked spans of the messages with loss.
-    Args: word_positions: first character of each word of the probe, and its message; sorted."""
+    for index in marked:
+        end_of_message = template_text.find_end(marked_text, messages[index], place)
+        if end_of_message is None or False in is_marked[index]:
+            raise UserError(f"{_MARKS} cover only part of message {index + 1} ({ASSISTANT}).")
+        place = end_of_message
+    if len(loss_indices) == len(indices):
+        return spans, marked
     problem = UserError(f"{_MARKS} do not separate messages with loss from ones with weight 0.")
     if len(marks) != len(probe_marks):
         raise problem
-    starts = [place for place, _ in word_positions]
+    places.sort()
+    starts = [start for start, _ in places]
     spans = []
-    for (start, end), (first, last) in zip(marks, probe_marks, strict=True):
-        low = bisect.bisect_left(starts, first)
-        high = bisect.bisect_left(starts, last)
+    for span, probe_span in zip(marks, probe_marks, strict=True):
+        low, high = (bisect.bisect_left(starts, place) for place in probe_span)
         if low == high:
             # a mark without words, for example around thinking, may belong to either neighbor
             low = max(low - 1, 0)
             high += 1
-        marked = [index for _, index in word_positions[low:high]]
-        if not marked:
+        inside = [index for _, index in places[low:high]]
+        if not inside:
             raise problem
         have_loss = {
-            index in loss_indices for index in indices if min(marked) <= index <= max(marked)
+            index in loss_indices for index in indices if min(inside) <= index <= max(inside)
         }
         if len(have_loss) > 1:
             raise problem
-        if start < end and have_loss != {False}:
-            spans.append((start, end))
-    return spans
+        if span[0] < span[1] and have_loss != {False}:
+            spans.append(span)
+    return spans, marked
 
 
 def _make_probe(messages: Messages, text: str) -> tuple[Messages, list[tuple[int, str]]]:

@@ -9,32 +9,22 @@ The text of an assistant message without its header, which is that of the genera
 span.
 """
 
+import contextlib
 import functools
 import itertools
 import re
-from typing import NamedTuple
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text
-from jaxsp.data.chat.template_text import ASSISTANT, Messages, RenderFunction
+from jaxsp.data.chat.template_text import ASSISTANT, Messages, RenderFunction, TextSpans
 
 _LOOP = re.compile(r"(\{%[-+]?\s*for\s.*?)([-+]?%\})", re.DOTALL)
 
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 """Mark of a loop, by its number; these characters have no meaning."""
 
-
 _IN_LOOP = ("user", ASSISTANT, "tool")
 """Roles of messages that a template cannot write elsewhere."""
-
-
-class AssistantSpan(NamedTuple):
-    """Position of an assistant message in the rendered conversation, without its header."""
-
-    span: tuple[int, int]
-    """First character, and the one after the last."""
-    opening: tuple[str, str]
-    """Generation prompt, and the header of another assistant message."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -52,34 +42,46 @@ def mark_loops(template: str) -> str:
 
 def find_spans(
     messages: Messages, indices: list[int], text: str, render: RenderFunction
-) -> list[AssistantSpan] | None:
-    """Returns the spans of assistant messages; None if they are unknown.
-    Args: text: the rendered messages."""
+) -> tuple[TextSpans, tuple[str, str]]:
+    """Finds the spans of assistant messages in the rendered messages.
+    Returns: the spans; and the generation prompt, with the header of an assistant message.
+    Raises: UserError if they are unknown."""
     starts = _find_starts(messages, text, render)
-    opening = _find_opening(text, render)
-    if starts is None or opening is None:
-        return None
-    prompt, header = opening
-    if not header:
-        return None
-    # the prompt of a reasoning model may contain more than the header of a message
-    headers = [each for each in opening if prompt.startswith(each)]
+    words = template_text.unused_words(text)
+    roles = ("user", ASSISTANT, "user", ASSISTANT)
+    probe = [{"role": role, "content": next(words)} for role in roles]
+    asked = prompted = header = ""
+    with contextlib.suppress(UserError):  # the template refuses the probe
+        probe_text, _ = render(probe)
+        asked, _ = render(probe[:3])
+        prompted, _ = render(probe[:3], prompt=True)
+        probe_starts = _find_starts(probe, probe_text, render)
+        if probe_starts:
+            header = probe_text[probe_starts[1] :].partition(probe[1]["content"])[0]
+    prompt = prompted.removeprefix(asked)
     spans = []
-    for index in indices:
-        known = [each for each in headers if text.startswith(each, starts[index])]
-        if not known:
-            return None
-        span = (starts[index] + len(known[0]), starts[index + 1])
-        spans.append(AssistantSpan(span=span, opening=(prompt, header)))
-    return spans
+    if starts and header and prompted.startswith(asked):
+        # the prompt of a reasoning model may contain more than the header of a message
+        headers = [each for each in (prompt, header) if prompt.startswith(each)]
+        for index in indices:
+            known = [each for each in headers if text.startswith(each, starts[index])]
+            if known:
+                spans.append((starts[index] + len(known[0]), starts[index + 1]))
+    if len(spans) < len(indices):
+        raise UserError(
+            "the chat template has no {% generation %} marks, and no loop that writes the turns, "
+            "so that the assistant's text cannot be located: "
+            f"{template_text.MARKS_SUGGESTION}."
+        )
+    return spans, (prompt, header)
 
 
-def _find_starts(messages: Messages, text: str, render: RenderFunction) -> list[int] | None:
-    """Returns where each message begins in a text, and its end; None if no loop writes them."""
+def _find_starts(messages: Messages, text: str, render: RenderFunction) -> list[int]:
+    """Returns where each message begins in a text, and its end; none if no loop writes them."""
     marked, _ = render(messages, marks_loops=True)
     pieces = _MARK.split(marked)
     if "".join(pieces[::2]) != text:
-        return None
+        return []
     places: dict[str, list[int]] = {}
     place = 0
     for piece, number in zip(pieces[::2], pieces[1::2], strict=False):
@@ -93,29 +95,9 @@ def _find_starts(messages: Messages, text: str, render: RenderFunction) -> list[
             continue
         borders = [0] * num_before + [*starts, len(text)]
         if all(
-            template_text.find_end(text[borders[index] : borders[index + 1]], message) is not None
-            for index, message in enumerate(messages)
+            template_text.find_end(text[start:end], message) is not None
+            for message, (start, end) in zip(messages, itertools.pairwise(borders), strict=True)
             if message["role"] in _IN_LOOP
         ):
             return borders
-    return None
-
-
-def _find_opening(text: str, render: RenderFunction) -> tuple[str, str] | None:
-    """Returns the generation prompt after a user message, and what the template writes before the
-    content of an assistant message that others follow; None if they are unknown.
-    Args: text: text that has no word of the probe."""
-    words = template_text.unused_words(text)
-    roles = ("user", ASSISTANT, "user", ASSISTANT)
-    probe = [{"role": role, "content": next(words)} for role in roles]
-    try:
-        probe_text, _ = render(probe)
-        asked, _ = render(probe[:3])
-        prompted, _ = render(probe[:3], prompt=True)
-        starts = _find_starts(probe, probe_text, render)
-    except UserError:
-        return None
-    if starts is None or not prompted.startswith(asked):
-        return None
-    header, _, _ = probe_text[starts[1] :].partition(probe[1]["content"])
-    return prompted.removeprefix(asked), header
+    return []

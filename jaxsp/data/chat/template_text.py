@@ -23,20 +23,20 @@ RenderFunction = Callable[..., tuple[str, TextSpans]]
 """Renders `(messages, prompt=False)`: returns their text, with the generation prompt if `prompt`,
 and the spans of its {% generation %} marks."""
 
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Message fields that transformers reads as the assistant's reasoning."""
 
 _THINK_OPEN = "<think>"
-THINK_CLOSE = "</think>"
+_THINK_CLOSE = "</think>"
 
 _UNESCAPED = re.compile(r"""[^\x00-\x1f"'\\<>&]+""")
 """Text that JSON, Python and XML all write unchanged."""
 
-TRL_TEMPLATES = "github.com/huggingface/trl/tree/main/trl/chat_templates"
+_TRL_TEMPLATES = "github.com/huggingface/trl/tree/main/trl/chat_templates"
 
 MARKS_SUGGESTION = (
     "use data.train_on=all, or a data.chat_template with {% generation %} around what the "
-    f"assistant says. TRL has such templates for many models: *_training.jinja in {TRL_TEMPLATES}"
+    f"assistant says. TRL has such templates for many models: *_training.jinja in {_TRL_TEMPLATES}"
 )
 
 
@@ -46,23 +46,8 @@ def list_messages(record: dict[str, Any]) -> Messages:
     return [message for part in parts if isinstance(part, list) for message in part]
 
 
-def required_phrases(message: dict[str, Any]) -> list[list[str]]:
-    """Lists the text that a template must write for a message, however it trims the message. The
-    first group is the content without thinking; each tool call is another group. The phrases of a
-    call are its name, its argument names, and the longest part of each string in the arguments that
-    no notation (JSON, Python, XML) escapes. The phrases of a group may come in any order."""
-    groups = [[visible_content(message)]]
-    for call in list_tool_calls(message):
-        function = call.get("function", call)
-        if isinstance(function, dict):
-            texts = _collect_strings([function.get("name"), function.get("arguments")])
-            groups.append([max(_UNESCAPED.findall(text), key=len, default="") for text in texts])
-    stripped = [[phrase.strip() for phrase in group if phrase.strip()] for group in groups]
-    return [group for group in stripped if group]
-
-
 def list_tool_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a message's tool calls, including `function_call` of OpenAI's older format."""
+    """Lists a message's tool calls, including `function_call` of OpenAI's older format."""
     older = message.get("function_call")
     return [*(message.get("tool_calls") or []), *([older] if isinstance(older, dict) else [])]
 
@@ -73,13 +58,12 @@ def has_loss(message: dict[str, Any]) -> bool:
 
 
 def visible_content(message: dict[str, Any]) -> str:
-    """Returns a message's content without its thinking."""
     return split_thinking(message)[1]
 
 
 def get_reasoning(message: dict[str, Any]) -> str:
     """Returns a message's thinking, from its own field or from <think> tags in the content."""
-    own = (message[name] for name in REASONING_FIELDS if isinstance(message.get(name), str))
+    own = (message[name] for name in _REASONING_FIELDS if isinstance(message.get(name), str))
     return next((text for text in own if text.strip()), split_thinking(message)[0]).strip()
 
 
@@ -90,13 +74,13 @@ def split_thinking(message: dict[str, Any]) -> tuple[str, str]:
     content = message.get("content", "")
     if not isinstance(content, str):
         return "", ""
-    thinking, closing, rest = content.partition(THINK_CLOSE)
+    thinking, closing, rest = content.partition(_THINK_CLOSE)
     if message["role"] != ASSISTANT or not closing:
         return "", content
     opening, tag, inner = thinking.partition(_THINK_OPEN)
     if tag:
         return ("", content) if opening.strip() else (inner, rest)
-    has_own_field = any(isinstance(message.get(name), str) for name in REASONING_FIELDS)
+    has_own_field = any(isinstance(message.get(name), str) for name in _REASONING_FIELDS)
     return ("", content) if has_own_field else (thinking, rest)
 
 
@@ -109,11 +93,21 @@ def _collect_strings(value: Any) -> list[str]:
 
 
 def find_end(text: str, message: dict[str, Any], start: int = 0) -> int | None:
-    """Returns where a message's phrases end in a text; None if one of them is missing.
-    Args: start: first character to search."""
-    for group in required_phrases(message):
-        ends = []
-        for phrase in group:
+    """Returns where a message ends in the text from `start` on; None if a part of it is missing.
+
+    However a template trims a message, it must write the content without thinking, and then of each
+    tool call, in any order, its name, its argument names, and the longest part of each string in
+    the arguments that no notation (JSON, Python, XML) escapes.
+    """
+    groups = [[visible_content(message)]]
+    for call in list_tool_calls(message):
+        function = call.get("function", call)
+        if isinstance(function, dict):
+            texts = _collect_strings([function.get("name"), function.get("arguments")])
+            groups.append([max(_UNESCAPED.findall(text), key=len, default="") for text in texts])
+    for group in groups:
+        ends = [start]
+        for phrase in filter(None, map(str.strip, group)):
             # a template may write a tool's result as JSON, sometimes with all non-ASCII escaped
             plain_forms = {phrase, json.dumps(phrase, ensure_ascii=False)[1:-1]}
             for forms in (plain_forms, {json.dumps(phrase)[1:-1]}):
@@ -137,11 +131,8 @@ def starts_with_message(message: dict[str, Any], text: str, *, before: str) -> b
         return True
     if not rest.startswith(_THINK_OPEN) and not before.rstrip().endswith(_THINK_OPEN):
         return False
-    parts = rest.split(THINK_CLOSE)
-    return any(
-        THINK_CLOSE.join(parts[number:]).lstrip().startswith(content)
-        for number in range(1, len(parts))
-    )
+    ends = [match.end() for match in re.finditer(_THINK_CLOSE, rest)]
+    return any(rest[end:].lstrip().startswith(content) for end in ends)
 
 
 def unused_words(text: str) -> Iterator[str]:
@@ -171,9 +162,9 @@ def check_messages_present(messages: Messages, text: str) -> None:
             reason = f"the chat template drops content of message {number} ({message['role']})"
             if "function_call" in message:
                 reason += ". Write its function_call as tool_calls, which templates support"
-            elif message["role"] == ASSISTANT and THINK_CLOSE in str(message.get("content")):
+            elif message["role"] == ASSISTANT and _THINK_CLOSE in str(message.get("content")):
                 reason += (
-                    f". Templates read text before {THINK_CLOSE} as thinking. If the message only "
+                    f". Templates read text before {_THINK_CLOSE} as thinking. If the message only "
                     "mentions the tag, give it its thinking as reasoning_content, even if that is "
                     '""'
                 )
@@ -193,19 +184,14 @@ def check_span(
     indices: Sequence[int],
     text: str,
     span: tuple[int, int],
-    render: RenderFunction,
     *,
+    opening: tuple[str, str],
     suggestion: str,
-    opening: tuple[str, str] | None = None,
 ) -> None:
-    """Checks that a span is the text of these messages, with nothing before, and an end token.
-
-    Args:
-        indices: consecutive messages; the text between them is not checked.
-        opening: generation prompt, and the text before the content of a message that has some.
-            Needed for a message without content; found by rendering if None.
-    Raises: UserError if it is not.
-    """
+    """Checks that a span is the text of consecutive messages, with nothing before, and an end
+    token.
+    Args: opening: generation prompt, and the text before content in place of the first message;
+        only for a message without content."""
     message = messages[indices[0]]
     span_text = text[slice(*span)]
     place = 0
@@ -222,15 +208,10 @@ def check_span(
     before = text[max(span[0] - 1000, 0) : span[0]]
     if not visible_content(message).strip():
         # the text before a tool call is unknown; a message with a word has the same header
+        prompt, header = opening
         word = next(unused_words(text))
         message = {"role": message["role"], "content": word}
-        if opening is None:
-            earlier = messages[: indices[0]]
-            prompt = render(earlier, prompt=True)[0]
-            content = render([*earlier, message])[0]
-        else:
-            prompt, header = opening
-            content = header + word
+        content = header + word
         start = common_prefix_length(prompt, content)
         before = content[:start]
         content = content[start:]
@@ -258,24 +239,20 @@ def find_bare_answers(
     replaced = {index: next(words) for index in indices if get_reasoning(messages[index])}
     if not replaced:
         return []
-    probe = [
-        _replace_thinking(message, replaced[index]) if index in replaced else message
-        for index, message in enumerate(messages)
-    ]
+    probe = []
+    for index, message in enumerate(messages):
+        if index in replaced:
+            word = replaced[index]
+            thinking, content = split_thinking(message)
+            fields = [name for name in _REASONING_FIELDS if isinstance(message.get(name), str)]
+            message = message | {name: word for name in fields if message[name].strip()}
+            if thinking.strip():
+                original = message["content"]
+                tag = original[: original.index(_THINK_CLOSE) - len(thinking)]
+                message["content"] = f"{tag}\n{word}\n{_THINK_CLOSE}{content}"
+        probe.append(message)
     probe_text = render(probe)[0]
     return [index for index, word in replaced.items() if word not in probe_text]
-
-
-def _replace_thinking(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """Returns a message with another thinking text, where it has some."""
-    fields = [name for name in REASONING_FIELDS if isinstance(message.get(name), str)]
-    replaced = message | {name: text for name in fields if message[name].strip()}
-    thinking, content = split_thinking(message)
-    if thinking.strip():
-        original = message["content"]
-        opening = original[: original.index(THINK_CLOSE) - len(thinking)]
-        replaced["content"] = f"{opening}\n{text}\n{THINK_CLOSE}{content}"
-    return replaced
 
 
 def check_bare_answers(
@@ -301,5 +278,5 @@ def check_bare_answers(
         f"{problem}, so that the model would learn to answer without thinking. Use "
         f"{without}data.earlier_reasoning=keep (learn that), or a "
         "data.chat_template that keeps it: for Qwen3 and DeepSeek-R1-Distill, TRL has "
-        f"*_training.jinja in {TRL_TEMPLATES}."
+        f"*_training.jinja in {_TRL_TEMPLATES}."
     )

@@ -7,6 +7,7 @@ covers what is between two bars):
     [gMASK]<sop><|user|>\\nHi<|assistant|>|\\nHello.<|user|>|\\nBye<|assistant|>|\\nBye.<|user|>|
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -19,9 +20,6 @@ from jaxsp.data.chat.template_text import ASSISTANT, Messages
 
 if TYPE_CHECKING:
     import transformers
-
-_USER = "user"
-_TOOL = "tool"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,8 @@ class TurnEnd:
         last = messages[-1]
         if not self.markers or last["role"] != ASSISTANT:
             return ""
-        next_role = _TOOL if template_text.list_tool_calls(last) else _USER
-        return self.markers.get(next_role, self.markers[_USER])
+        next_role = "tool" if template_text.list_tool_calls(last) else "user"
+        return self.markers.get(next_role, self.markers["user"])
 
     def extend(self, text: str, end: int) -> int:
         """Returns the end of a span of text, including the role marker that ends the turn."""
@@ -71,30 +69,25 @@ def find(tokenizer: "transformers.PreTrainedTokenizerBase", template: str) -> Tu
     special_token = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
     render = TemplateRenderer({}, tokenizer=tokenizer, template=template, with_marks=False)
     words = template_text.unused_words(template)
-    question, answer, reply = (next(words) for _ in range(3))
-
-    def render_after_answer(*followers: str) -> str | None:
-        """Returns the text after the answer, up to the reply with the role of a follower."""
-        roles = (_USER, ASSISTANT, *followers)
-        pairs = zip(roles, (question, answer, reply), strict=False)
-        try:
-            text, _ = render([{"role": role, "content": content} for role, content in pairs])
-        except UserError:
-            return None
-        _, found, rest = text.partition(answer)
-        return rest.partition(reply)[0] if found else None
-
-    at_end = render_after_answer()
-    if at_end is None:
+    contents = [next(words) for _ in range(3)]
+    # text after the answer, by the role of the next message; "": none follows
+    ends = {}
+    for role in ("", "user", "tool"):
+        roles = filter(None, ("user", ASSISTANT, role))
+        pairs = zip(roles, contents, strict=False)
+        with contextlib.suppress(UserError):
+            text, _ = render([{"role": name, "content": content} for name, content in pairs])
+            _, answer, rest = text.partition(contents[1])
+            if answer:
+                ends[role] = rest.partition(contents[2])[0]
+    if "" not in ends:
         return TurnEnd(special_token=special_token)
-    between = render_after_answer(_USER) or ""
+    at_end = ends.pop("")
     if at_end.strip():
         # some templates write one more token at the end of a conversation
+        between = ends.get("user", "")
         text = at_end[: template_text.common_prefix_length(at_end, between)]
         return TurnEnd(text=text if text.strip() else at_end, special_token=special_token)
-    markers = {}
-    for role, follower in ((_USER, between), (_TOOL, render_after_answer(_TOOL) or "")):
-        found = special_token.match(follower, len(at_end))
-        if found is not None:
-            markers[role] = found.group()
-    return TurnEnd(markers=markers if _USER in markers else {}, special_token=special_token)
+    found = {role: special_token.match(end, len(at_end)) for role, end in ends.items()}
+    markers = {role: match.group() for role, match in found.items() if match}
+    return TurnEnd(markers=markers if "user" in markers else {}, special_token=special_token)

@@ -8,7 +8,6 @@ Source: the formats of TRL (huggingface.co/docs/trl/dataset_formats) and the dat
     JSON once more.
 """
 
-import abc
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
@@ -59,7 +58,7 @@ class Chat(Source):
     """Roles of the chat template for roles in the records, where they differ."""
 
     optional: ClassVar[tuple[str, ...]] = ("tools", "chat_template_kwargs")
-    message_fields: ClassVar[tuple[str, ...]] = ("role", "content")
+    message_fields = ("role", "content")
     other_fields: ClassVar[tuple[str, ...]] = SYSTEM_FIELDS
     refused: ClassVar[Mapping[str, str]] = REFUSED_MEDIA | {
         "functions": (
@@ -73,19 +72,16 @@ class Chat(Source):
             "format: tokens"
         ),
     }
-    column: ClassVar[str] = "record"
-    is_chat: ClassVar[bool] = True
+    input_field: ClassVar[str | None] = "prompt"
+    column = "record"
+    is_chat = True
 
-    @property
-    def role_names(self) -> dict[str, str]:
-        return self.roles
-
-    @abc.abstractmethod
     def read_content(self, record: SourceRecord) -> Record:
-        """Returns the messages, or the prompt and its completions. Raises: UserError."""
+        """Returns the messages, or the prompt and its completions."""
+        return read_contents(record, ("prompt", "completion"))
 
     def read_values(self, record: SourceRecord) -> Record:
-        """Returns the columns of `values`. Raises: UserError."""
+        """Returns the columns of `values`."""
         return {}
 
     def check(self, record: SourceRecord, *, has_labels: bool) -> Record:
@@ -100,12 +96,9 @@ class Chat(Source):
             value = parse_if_string(given, name)
             if not isinstance(value, kind):
                 raise UserError(f"{name} is {type_name(value)}, not {type_name(kind())}.")
-            if field == "tools":
-                for tool in value:
-                    if not isinstance(tool, dict):
-                        raise UserError(
-                            f"{name} contains {type_name(tool)}: each tool is an object."
-                        )
+            for tool in value if field == "tools" else ():
+                if not isinstance(tool, dict):
+                    raise UserError(f"{name} contains {type_name(tool)}: each tool is an object.")
             # a null argument is not given; in a tool's parameters, null is data
             value = drop_nulls(value)
             if value:
@@ -134,8 +127,9 @@ class Messages(Chat):
     """`messages`, each with `role` and `content`, and optionally `tools`."""
 
     format: Literal["messages"] = "messages"
-    required: ClassVar[tuple[str, ...]] = ("messages",)
-    needs_template: ClassVar[bool] = True
+    required = ("messages",)
+    input_field = None
+    needs_template = True
 
     def read_content(self, record: SourceRecord) -> Record:
         name = record.name("messages")
@@ -147,17 +141,13 @@ class PromptCompletion(Chat):
     """`prompt` and `completion`, both text or both messages."""
 
     format: Literal["prompt_completion"] = "prompt_completion"
-    required: ClassVar[tuple[str, ...]] = ("prompt", "completion")
-    stand_ins: ClassVar[tuple[str, ...]] = ("instruction", "output")  # Alpaca
-    input_field: ClassVar[str | None] = "prompt"
+    required = ("prompt", "completion")
+    stand_ins = ("instruction", "output")  # Alpaca
 
     def adapt(self, record: Record) -> tuple[Record, Source]:
         alpaca = {"prompt": ("instruction", "input"), "completion": "output"}
         fields = {name: names for name, names in alpaca.items() if name not in record}
         return record, self.model_copy(update={"fields": fields | self.fields})
-
-    def read_content(self, record: SourceRecord) -> Record:
-        return read_contents(record, self.required)
 
 
 def read_contents(record: SourceRecord, fields: Sequence[str], *, suggestion: str = "") -> Record:
@@ -181,23 +171,21 @@ def read_contents(record: SourceRecord, fields: Sequence[str], *, suggestion: st
 
 
 def _add_system(content: Record, record: SourceRecord) -> None:
-    """Adds the system message that a record has beside its messages to them.
-    Raises: UserError if it is not a string, differs from another one, or belongs to a text."""
-    names = [name for name in SYSTEM_FIELDS if record.has(name)]
-    for name in names:
-        if not isinstance(record.values[name], str):
+    """Adds the system message that a record has beside its messages to them."""
+    texts = {name: record.values[name] for name in SYSTEM_FIELDS if record.has(name)}
+    if not texts:
+        return
+    for name, text in texts.items():
+        if not isinstance(text, str):
             raise UserError(
                 f"{name} is not the text of a system message. Write a string, or set "
                 f"{suggest_ignoring(name)}."
             )
-    if len({record.values[name] for name in names}) > 1:
+    if len({*texts.values()}) > 1:
         raise UserError(
-            f"{' and '.join(names)} differ. Keep one, or set {suggest_ignoring(names[1])}."
+            f"{' and '.join(texts)} differ. Keep one, or set {suggest_ignoring([*texts][1])}."
         )
-    if not names:
-        return
-    name = names[0]
-    text = record.values[name]
+    name, text = next(iter(texts.items()))
     messages = content.get("messages", content.get("prompt"))
     if not isinstance(messages, list):
         columns = record.name("prompt").replace(" + ", ", ")
@@ -242,16 +230,14 @@ def _check_message(message: SourceRecord) -> Record:
         shown = "''" if isinstance(role, str) else type_name(role)
         raise UserError(f"{role_name} is {shown}, not the name of a role.")
     checked: Record = {"role": message.source.role_names.get(role, role)}
-    calls = message.values.get("tool_calls")
-    if calls is not None and not (
-        isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
-    ):
+    calls = message.values.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise UserError(f"tool_calls is {type_name(calls)}, not a list of objects.")
     if calls:
         checked["tool_calls"] = []
-        for number, call in enumerate(calls, 1):
-            with at(f"tool_calls: call {number}"):
-                checked["tool_calls"].append(_parse_tool_call(call))
+    for number, call in enumerate(calls, 1):
+        with at(f"tool_calls: call {number}"):
+            checked["tool_calls"].append(_parse_tool_call(call))
     if content_name in message.values:
         checked["content"] = _join_content(message.values[content_name], content_name)
     elif not calls and not isinstance(message.values.get("function_call"), dict):
@@ -264,9 +250,8 @@ def _check_message(message: SourceRecord) -> Record:
 
 
 def _has_loss(message: SourceRecord, role: str) -> bool:
-    """Returns False if a flag of a message gives it no loss.
-    Raises: UserError for other values than 0, 1, true and false, and for a loss on a message of
-    another role than the assistant. (OpenAI gives weight 1 to all.)"""
+    """Returns False if a flag of a message gives it no loss. Flags for a loss on other roles than
+    the assistant are refused, except weight: OpenAI gives weight 1 to all."""
     has_loss = True
     words = ("false", "true")
     for name, with_loss in _LOSS_FLAGS.items():
@@ -308,7 +293,6 @@ def _parse_tool_call(call: Record) -> Record:
 
 
 def _join_content(value: Any, name: str) -> str:
-    """Returns the content of a message as one string, from a string or a list of text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -36,18 +36,17 @@ class Preference(Chat):
     """`chosen` and `rejected`, and `prompt` unless both begin with it."""
 
     format: Literal["preference"] = "preference"
-    required: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
-    optional: ClassVar[tuple[str, ...]] = ("prompt", *_REFERENCE_FIELDS, *Chat.optional)
-    other_fields: ClassVar[tuple[str, ...]] = ("prompt", *_REFERENCE_FIELDS, *SYSTEM_FIELDS)
+    required = ("chosen", "rejected")
+    optional = ("prompt", *_REFERENCE_FIELDS, *Chat.optional)
+    other_fields = ("prompt", *_REFERENCE_FIELDS, *SYSTEM_FIELDS)
     refused: ClassVar[Mapping[str, str]] = {
         "margin": "no objective reads a margin of each record. Remove it",
         **Chat.refused,
     }
-    stand_ins: ClassVar[tuple[str, ...]] = ("preferred_output", "non_preferred_output")  # OpenAI
-    input_field: ClassVar[str | None] = "prompt"
-    num_documents: ClassVar[int] = 2
+    stand_ins = ("preferred_output", "non_preferred_output")  # OpenAI
+    num_documents = 2
     values: ClassVar[Mapping[str, Any]] = {FIRST_REFERENCE: math.nan, SECOND_REFERENCE: math.nan}
-    has_common_loss_start: ClassVar[bool] = True
+    has_common_loss_start = True
 
     def adapt(self, record: Record) -> tuple[Record, Source]:
         prompt = parse_if_string(record.get("input"), "input") or {}
@@ -58,7 +57,7 @@ class Preference(Chat):
         return others | {"prompt": prompt.get("messages"), "tools": prompt.get("tools")}, self
 
     def read_content(self, record: SourceRecord) -> Record:
-        fields = self.required
+        fields: tuple[str, ...] = self.required
         suggestion = ""
         # an empty prompt is a prompt
         if record.name("prompt") in record.values:
@@ -66,32 +65,30 @@ class Preference(Chat):
             ignoring = suggest_ignoring("prompt")
             suggestion = f". If chosen and rejected begin with the prompt, set {ignoring}"
         content = chats.read_contents(record, fields, suggestion=suggestion)
-        prompt = content.get("prompt")
         chosen = content["chosen"]
         rejected = content["rejected"]
         if chosen == rejected:
             raise UserError("chosen and rejected are identical. Leave the record out.")
+        prompt = content.get("prompt")
         if prompt is None:
             return _extract_prompt(chosen, rejected)
-        if isinstance(prompt, list):
-            if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
-                raise UserError(f"the prompt would be there twice{suggestion}.")
+        has_messages = isinstance(prompt, list)
+        if has_messages and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+            raise UserError(f"the prompt would be there twice{suggestion}.")
         return content
 
     def read_values(self, record: SourceRecord) -> Record:
         """Returns the log-probabilities of the reference model; NaN if there are none."""
-        given = {
-            field: value for field in _REFERENCE_FIELDS if (value := record.find(field)) is not None
-        }
+        given = [field for field in _REFERENCE_FIELDS if record.find(field) is not None]
         if len(given) == 1:
-            (first,) = given
             (missing,) = _REFERENCE_FIELDS.keys() - given
             raise UserError(
-                f"has {record.name(first)}, and no {record.name(missing)}. Give both, or set "
-                f"{suggest_ignoring(first)}."
+                f"has {record.name(given[0])}, and no {record.name(missing)}. Give both, or set "
+                f"{suggest_ignoring(given[0])}."
             )
         references = {**self.values}
-        for field, value in given.items():
+        for field in given:
+            value = record.find(field)
             number = math.nan
             with contextlib.suppress(TypeError, ValueError):
                 number = float(value)
@@ -131,18 +128,14 @@ class Unpaired(Chat):
     """`prompt`, `completion` and `label` (true: a desirable completion)."""
 
     format: Literal["unpaired"] = "unpaired"
-    required: ClassVar[tuple[str, ...]] = ("prompt", "completion", "label")
+    required = ("prompt", "completion", "label")
     refused: ClassVar[Mapping[str, str]] = {
         "ref_logps": _OWN_PAIRS,  # of TRL's data sets for KTO
         "ref_KL_logps": _OWN_PAIRS,
         **Chat.refused,
     }
-    input_field: ClassVar[str | None] = "prompt"
-    num_documents: ClassVar[int] = 2
+    num_documents = 2
     values: ClassVar[Mapping[str, Any]] = {IS_DESIRABLE: False}
-
-    def read_content(self, record: SourceRecord) -> Record:
-        return chats.read_contents(record, ("prompt", "completion"))
 
     def read_values(self, record: SourceRecord) -> Record:
         value = record.get("label")
@@ -156,13 +149,7 @@ class Unpaired(Chat):
 
     def connect(self, entries: Iterator[RecordEntry]) -> Iterator[RecordEntry]:
         """Adds to each usable record the completion of the next one, and to the last that of the
-        first.
-
-        KTO estimates its reference point from prompts with completions of other prompts.
-
-        Raises: UserError if only one record can be used, with the problems of others, and if text
-            and messages are mixed.
-        """
+        first: KTO estimates its reference point from prompts with completions of other prompts."""
         first: RecordEntry | None = None
         last: RecordEntry | None = None
         held: list[RecordEntry] = []

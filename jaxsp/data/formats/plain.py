@@ -6,7 +6,7 @@ Source: as in chats.py. Differs: padding at either end of token ids is dropped, 
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,11 +25,11 @@ class Text(Source):
     """`text`."""
 
     format: Literal["text"] = "text"
-    required: ClassVar[tuple[str, ...]] = ("text",)
-    other_fields: ClassVar[tuple[str, ...]] = ("title",)  # it may be left out
-    input_field: ClassVar[str | None] = "text"
-    column: ClassVar[str] = "text"
-    bytes_per_worker: ClassVar[int] = 2**27
+    required = ("text",)
+    other_fields = ("title",)  # it may be left out
+    input_field = "text"
+    column = "text"
+    bytes_per_worker = 2**27
 
     def check(self, record: SourceRecord, *, has_labels: bool) -> Record:
         value = record.get("text")
@@ -47,15 +47,15 @@ class Tokens(Source):
     """`input_ids` and optionally `labels` (not shifted; -100: no loss) or a mask."""
 
     format: Literal["tokens"] = "tokens"
-    required: ClassVar[tuple[str, ...]] = ("input_ids",)
-    optional: ClassVar[tuple[str, ...]] = ("labels",)
-    other_fields: ClassVar[tuple[str, ...]] = (
+    required = ("input_ids",)
+    optional = ("labels",)
+    other_fields = (
         "attention_mask",
         *_LOSS_MASK_FIELDS,
         *_DOCUMENT_BORDER_FIELDS,
     )
-    column: ClassVar[str] = "input_ids"
-    needs_tokenizer: ClassVar[bool] = False
+    column = "input_ids"
+    needs_tokenizer = False
 
     def stored_columns(self, first_records: Iterable[Record]) -> Record:
         """Adds `labels` if the first record or `fields` has them."""
@@ -76,8 +76,28 @@ class Tokens(Source):
                 f"has {label_fields[0]}, but the source's first record has none: all must have "
                 "them or none. Make two sources."
             )
-        kept = _find_content(record, len(ids))
-        _check_one_document(record, kept)
+        kept = slice(0, len(ids))
+        mask = "attention_mask"
+        if record.has(mask):
+            seen = np.flatnonzero(_parse_mask(record, mask, len(ids)))
+            kept = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
+            if kept.stop - kept.start != len(seen):
+                raise UserError(
+                    f"{mask} has zeros between ones: only padding at the ends can be masked. "
+                    f"Remove these tokens, or set {suggest_ignoring(mask)}."
+                )
+        num_tokens = kept.stop - kept.start
+        for field in filter(record.has, _DOCUMENT_BORDER_FIELDS):
+            values = _parse_ids(record.values[field], field)
+            is_one_document = np.array_equal(values, [num_tokens])
+            if field == "position_ids":
+                is_one_document = np.array_equal(values[kept], range(num_tokens))
+            if not is_one_document:
+                raise UserError(
+                    f"{field} does not match one document of {num_tokens} tokens, and a record "
+                    "must be one document. Write one record per document, without padding: jaxsp "
+                    f"packs them into rows. Or set {suggest_ignoring(field)}."
+                )
         if not has_labels:
             return {"input_ids": ids[kept]}
         if not label_fields:
@@ -119,35 +139,3 @@ def _parse_mask(record: SourceRecord, name: str, num_tokens: int) -> np.ndarray:
     if value.shape != (num_tokens,) or not np.isin(value, (0, 1)).all():
         raise UserError(f"{name} is not a list of {num_tokens} zeros and ones, one for each id.")
     return value
-
-
-def _find_content(record: SourceRecord, num_tokens: int) -> slice:
-    """Returns the tokens that are not padding."""
-    name = "attention_mask"
-    if not record.has(name):
-        return slice(0, num_tokens)
-    seen = np.flatnonzero(_parse_mask(record, name, num_tokens))
-    if not len(seen):
-        return slice(0, 0)
-    if seen[-1] - seen[0] + 1 != len(seen):
-        raise UserError(
-            f"{name} has zeros between ones: only padding at the ends can be masked. Remove these "
-            f"tokens, or set {suggest_ignoring(name)}."
-        )
-    return slice(int(seen[0]), int(seen[-1]) + 1)
-
-
-def _check_one_document(record: SourceRecord, kept: slice) -> None:
-    """Raises: UserError if lengths or positions are those of several documents."""
-    num_tokens = kept.stop - kept.start
-    expected = {"seq_lengths": [num_tokens], "position_ids": range(num_tokens)}
-    for name in filter(record.has, _DOCUMENT_BORDER_FIELDS):
-        values = _parse_ids(record.values[name], name)
-        if name == "position_ids":
-            values = values[kept]
-        if not np.array_equal(values, expected[name]):
-            raise UserError(
-                f"{name} does not match one document of {num_tokens} tokens, and a record must be "
-                "one document. Write one record per document, without padding: jaxsp packs them "
-                f"into rows. Or set {suggest_ignoring(name)}."
-            )

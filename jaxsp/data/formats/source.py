@@ -154,8 +154,8 @@ class Source(ConfigSection, abc.ABC):
 
     @property
     def role_names(self) -> dict[str, str]:
-        """Roles of the chat template for roles in the records, where they differ."""
-        return {}
+        """Roles of the chat template for roles in the records, where they differ; of chats."""
+        return getattr(self, "roles", {})
 
     def list_columns(self, field: str) -> tuple[str, ...]:
         """Returns the names in the records of the fields from which a field is read."""
@@ -179,8 +179,8 @@ class Source(ConfigSection, abc.ABC):
 
     def select_columns(self, names: list[str]) -> list[str]:
         """Returns the columns to read from a table; none if a required one is missing."""
-        needed = (self._required_columns(), {*self.stand_ins} or {"\0"})
-        if not any(columns <= {*names} for columns in needed):
+        has_stand_ins = bool(self.stand_ins) and {*self.stand_ins} <= {*names}
+        if not (has_stand_ins or self._required_columns() <= {*names}):
             return []
         known = self.known_columns()
         others = [name for name in names if name not in self.ignore_fields]
@@ -193,8 +193,7 @@ class Source(ConfigSection, abc.ABC):
 
     def convert(self, record: Any, *, has_labels: bool = False) -> Record:
         """Returns the columns to store of a record.
-        Args: has_labels: records of tokens have labels; all of them must, or none.
-        Raises: UserError if the record cannot be used."""
+        Args: has_labels: records of tokens have labels; all of them must, or none."""
         if not isinstance(record, dict):
             example = f"{{{json.dumps(self.required[0])}: ...}}"
             raise UserError(f"is {records.type_name(record)}, not a record such as {example}.")
@@ -213,11 +212,11 @@ class Source(ConfigSection, abc.ABC):
 
     @abc.abstractmethod
     def check(self, record: "SourceRecord", *, has_labels: bool) -> Record:
-        """Returns the columns to store of a record that has no unread text. Raises: UserError."""
+        """Returns the columns to store of a record that has no unread text."""
 
     def adapt(self, record: Record) -> tuple[Record, "Source"]:
         """Returns a record of another system that has `stand_ins`, and the names of its fields."""
-        raise NotImplementedError
+        return record, self
 
     def connect(self, entries: Iterator[RecordEntry]) -> Iterator[RecordEntry]:
         """Adds to the entries of a source what they take from each other."""
@@ -242,8 +241,7 @@ class Source(ConfigSection, abc.ABC):
 
     def _refuse_unread(self, record: Record, content: Any) -> None:
         """Refuses text in fields that nothing reads, unless a message of the prompt has it too.
-        Args: content: value of a field that the format requires.
-        Raises: UserError with a config that reads the text, if there is one."""
+        Args: content: value of a field that the format requires."""
         read = self.known_columns()
         unread = [
             name
@@ -310,8 +308,7 @@ class SourceRecord:
         return self.source.name_column(field)
 
     def get(self, field: str) -> Any:
-        """Returns a required field.
-        Raises: UserError with a config that reads the record, if one is known."""
+        """Returns a required field."""
         name = self.name(field)
         if self.values.get(name) is not None:
             return self.values[name]
@@ -339,7 +336,7 @@ class SourceRecord:
         return name not in (*self.source.ignore_fields, *map(self.name, self.source.fields))
 
     def refuse(self, refused: Mapping[str, str]) -> None:
-        """Raises: UserError for a field whose meaning jaxsp would ignore, with the reason."""
+        """Refuses fields whose meaning jaxsp would ignore. Args: refused: the reason for each."""
         for name, reason in refused.items():
             if self.has(name):
                 raise UserError(f"has {name}: {reason}, or set {suggest_ignoring(name)}.")

@@ -1,21 +1,22 @@
 """The cache of tokens: an Arrow file for each source, written once, and mapped into memory.
 
-After the table, the file has its statistics: their bytes, the number of these, and their CRC-32.
+After the table, the file has its statistics: their JSON, the number of its bytes, and its CRC-32.
 Ids are compared with their checksums in blocks, each when it is first read: a disk that changes a
 bit cannot change what is learned, and opening a data set reads no tokens.
 """
 
 import dataclasses
 import hashlib
-import io
+import itertools
 import json
+import os
 import pathlib
 import shutil
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import filelock
 import numpy as np
@@ -65,10 +66,10 @@ class DamagedCacheError(NeedsAttentionError):
 class TokenStats:
     """Facts about all tokens and labels of a data set."""
 
-    digests: tuple[str, ...]
+    digests: Sequence[str]
     """Name of each column, SHA-256 of its lists' lengths, and of its ids. They do not depend on how
     the lists are split into chunks."""
-    extreme_ids: dict[str, list[tuple[int, int]]]
+    extreme_ids: Mapping[str, Sequence[Sequence[int]]]
     """Lowest and highest id of each column, each with the first document that has it."""
     block_checksums: dict[str, np.ndarray]
     """CRC-32 of each block of each column, chunk after chunk."""
@@ -79,31 +80,11 @@ class TokenStats:
     def digest(self) -> str:
         return hashlib.sha256(" ".join(self.digests).encode()).hexdigest()
 
-    def check_lengths(self, dataset: "datasets.Dataset") -> None:
-        """Checks the lengths of all documents. Raises: DamagedCacheError."""
-        for column, digest in zip(self.digests[::3], self.digests[1::3], strict=True):
-            lengths = hashlib.sha256()
-            num_blocks = 0
-            for offsets, ids in read_lists(dataset, column):
-                lengths.update(_encode_lengths(offsets))
-                num_blocks += _count_blocks(ids)
-            if (lengths.hexdigest(), num_blocks) != (digest, len(self.block_checksums[column])):
-                raise DamagedCacheError(self.path, "the lengths of documents have changed")
-
     def check_blocks(self, column: str, chunks: list[np.ndarray]) -> "list[CheckedIds]":
         """Returns the chunks of a column, whose blocks are checked when they are first read."""
         ends = np.cumsum([_count_blocks(chunk) for chunk in chunks])[:-1]
         parts = np.split(self.block_checksums[column], ends)
         return [CheckedIds(*part, self.path) for part in zip(chunks, parts, strict=True)]
-
-    def encode(self) -> bytes:
-        """Returns the bytes to write after the table."""
-        fields = json.dumps([self.digests, self.extreme_ids])
-        buffer = io.BytesIO()
-        arrays: dict[str, Any] = {"fields": fields, **self.block_checksums}
-        np.savez(buffer, **arrays)
-        content = buffer.getvalue()
-        return content + _TAIL.pack(len(content), _checksum(content))
 
 
 class CheckedIds:
@@ -146,13 +127,11 @@ def compute_stats(dataset: "datasets.Dataset") -> TokenStats:
     for column in ("tokens", "labels"):
         if column not in dataset.column_names:
             continue
-        lengths = hashlib.sha256()
         values = hashlib.sha256()
         ends: list[tuple[int, int]] = []
         checksums: list[int] = []
         num_documents = 0
         for offsets, ids in read_lists(dataset, column):
-            lengths.update(_encode_lengths(offsets))
             values.update(np.ascontiguousarray(ids, "<i4").data)
             starts = range(0, len(ids), BLOCK_IDS)
             checksums += [_checksum(ids[start : start + BLOCK_IDS]) for start in starts]
@@ -163,25 +142,23 @@ def compute_stats(dataset: "datasets.Dataset") -> TokenStats:
                 document = int(np.searchsorted(offsets, place, side="right")) - 1
                 ends.append((int(known[index]), num_documents + document))
             num_documents += len(offsets) - 1
-        digests += [column, lengths.hexdigest(), values.hexdigest()]
+        digests += [column, _digest_lengths(dataset, column), values.hexdigest()]
         blocks[column] = np.array(checksums, np.uint32)
         if ends:
             extremes[column] = [min(ends), max(ends, key=lambda end: (end[0], -end[1]))]
-    return TokenStats(digests=tuple(digests), extreme_ids=extremes, block_checksums=blocks)
+    return TokenStats(digests=digests, extreme_ids=extremes, block_checksums=blocks)
 
 
 def open_or_build(
     path: pathlib.Path, make_tables: Callable[[], Iterator[pa.Table]]
 ) -> "tuple[datasets.Dataset, TokenStats]":
-    """Maps a cached file into memory, after writing it if it does not exist. One process at a time
-    writes it; the others wait.
+    """Maps a cached file into memory. If it does not exist, one process writes it, and others wait.
     Raises: DamagedCacheError; UserError if it cannot be written."""
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            interval_s = distributed.poll_interval_s(0.05)
             lock = filelock.FileLock(path.with_suffix(".lock"))
-            with lock.acquire(poll_interval=interval_s):
+            with lock.acquire(poll_interval=distributed.poll_interval_s(0.05)):
                 if not path.exists():
                     _write(path, make_tables())
     except PermissionError as error:
@@ -205,12 +182,13 @@ def _write(path: pathlib.Path, tables: Iterator[pa.Table]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
         with pa.ipc.new_stream(str(partial), first.schema) as stream:
-            stream.write_table(first)
-            for table in tables:
+            for table in itertools.chain([first], tables):
                 stream.write_table(table)
         stats = compute_stats(_map_table(partial))
+        checksums = {name: each.tobytes().hex() for name, each in stats.block_checksums.items()}
+        content = json.dumps([stats.digests, stats.extreme_ids, checksums]).encode()
         with partial.open("ab") as file:
-            file.write(stats.encode())
+            file.write(content + _TAIL.pack(len(content), zlib.crc32(content)))
         files.sync(partial)
         partial.replace(path)
     files.sync_dir(path.parent)
@@ -220,23 +198,27 @@ def open_file(path: pathlib.Path) -> "tuple[datasets.Dataset, TokenStats]":
     """Maps a cached file into memory. Raises: DamagedCacheError."""
     try:
         with path.open("rb") as file:
-            file.seek(-_TAIL.size, io.SEEK_END)
+            file.seek(-_TAIL.size, os.SEEK_END)
             size, checksum = _TAIL.unpack(file.read())
-            file.seek(-_TAIL.size - size, io.SEEK_END)
+            file.seek(-_TAIL.size - size, os.SEEK_END)
             content = file.read(size)
-        if _checksum(content) != checksum:
+        if zlib.crc32(content) != checksum:
             raise ValueError("its statistics have changed")
-        arrays = dict(np.load(io.BytesIO(content), allow_pickle=False))
+        digests, extreme_ids, checksums = json.loads(content)
         dataset = _map_table(path)
         dataset.data.table.validate()
     except Exception as error:  # Arrow and datasets raise errors of many kinds for damaged files
         if not files.is_damage(error):
             raise
         raise DamagedCacheError(path, errors.first_line(error)) from None
-    digests, extremes = json.loads(str(arrays.pop("fields")))
-    ids = {column: [(low, place) for low, place in ends] for column, ends in extremes.items()}
-    stats = TokenStats(digests=tuple(digests), extreme_ids=ids, block_checksums=arrays, path=path)
-    stats.check_lengths(dataset)
+    blocks = {
+        name: np.frombuffer(bytes.fromhex(text), np.uint32) for name, text in checksums.items()
+    }
+    for column, digest in zip(digests[::3], digests[1::3], strict=True):
+        num_blocks = sum(_count_blocks(ids) for _, ids in read_lists(dataset, column))
+        if (_digest_lengths(dataset, column), num_blocks) != (digest, len(blocks[column])):
+            raise DamagedCacheError(path, "the lengths of documents have changed")
+    stats = TokenStats(digests=digests, extreme_ids=extreme_ids, block_checksums=blocks, path=path)
     return dataset, stats
 
 
@@ -275,9 +257,12 @@ def _count_blocks(ids: np.ndarray) -> int:
     return -(-len(ids) // BLOCK_IDS)
 
 
-def _encode_lengths(offsets: np.ndarray) -> memoryview:
-    return np.diff(offsets).astype("<i8").data
+def _digest_lengths(dataset: "datasets.Dataset", column: str) -> str:
+    digest = hashlib.sha256()
+    for offsets, _ in read_lists(dataset, column):
+        digest.update(np.diff(offsets).astype("<i8").data)
+    return digest.hexdigest()
 
 
-def _checksum(values: np.ndarray | bytes) -> int:
-    return zlib.crc32(values if isinstance(values, bytes) else np.ascontiguousarray(values).data)
+def _checksum(ids: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(ids).data)

@@ -1,7 +1,6 @@
 """Types of files that hold records: each is read as records, and a truncated file is an error."""
 
 import collections
-import contextlib
 import csv
 import functools
 import io
@@ -31,8 +30,8 @@ _CHUNK_BYTES = 2**20
 _MAX_CELL_CHARS = 2**30
 """Limit of a csv cell: a quote without its end makes one cell of the rest of the file."""
 
-
-_SPACES = re.compile(r"[ \t\r\n]*")
+_SEPARATOR = re.compile(r"[ \t\r\n]*(.?)[ \t\r\n]*", re.DOTALL)
+"""A character between values of JSON, and the spaces around it."""
 
 LocatedRecord = tuple[str, Any, str | None]
 """Place of a record, such as `row 3`, the record, and the problem if it cannot be read. The place
@@ -98,18 +97,10 @@ def _read_csv(file: str, select: Select, *, delimiter: str) -> Iterator[LocatedR
                 yield place, None, problem
 
 
-@contextlib.contextmanager
-def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
-    codec = split_suffix(file)[1]
-    if codec is None:
-        with open(file, "rb") as stream:
-            yield stream
-        return
-    with pa.OSFile(file, "rb") as compressed:
-        # unlike zlib, pyarrow reports a truncated stream
-        decompressed = pa.CompressedInputStream(compressed, codec)
-        with io.BufferedReader(decompressed, _CHUNK_BYTES) as stream:
-            yield stream
+def _open_decompressed(file: str) -> io.BufferedReader:
+    # unlike zlib, pyarrow reports a truncated stream
+    stream = pa.input_stream(file, compression=split_suffix(file)[1], buffer_size=0)
+    return io.BufferedReader(stream, _CHUNK_BYTES)
 
 
 def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[LocatedRecord]:
@@ -145,23 +136,19 @@ def _read_array(text: str) -> Iterator[LocatedRecord]:
     Args: text: with surrogates in place of bytes that are not UTF-8."""
     decoder = _Decoder()
 
-    def skip_spaces(place: int) -> int:
-        match = _SPACES.match(text, place)
-        assert match is not None, "no spaces match too"
-        return match.end()
-
     def take(place: int, expected: str) -> tuple[str, int]:
         """Returns the next character, and where the text after it begins."""
-        character = text[place : place + 1]
-        if not character:
+        match = _SEPARATOR.match(text, place)
+        assert match is not None, "an empty string matches too"
+        if not match[1]:
             raise ValueError("the array has no end")
-        if character not in expected:
-            raise ValueError(f"expected {' or '.join(expected)}, not {character}")
-        return character, skip_spaces(place + 1)
+        if match[1] not in expected:
+            raise ValueError(f"expected {' or '.join(expected)}, not {match[1]}")
+        return match[1], match.end()
 
     number = 0
-    separator, begin = take(skip_spaces(0), "[")
-    if text[begin : begin + 1] == "]":
+    separator, begin = take(0, "[")
+    if text.startswith("]", begin):
         separator, begin = take(begin, "]")
     while separator != "]":
         if begin == len(text):
@@ -169,7 +156,7 @@ def _read_array(text: str) -> Iterator[LocatedRecord]:
         record, end = decoder.raw_decode(text, begin)
         number += 1
         yield f"record {number}", record, decoder.pop_problem() or _utf8_problem(text[begin:end])
-        separator, begin = take(skip_spaces(end), ",]")
+        separator, begin = take(end, ",]")
     if begin < len(text):
         raise ValueError(f"expected nothing after the array, not {text[begin]}")
 
@@ -206,8 +193,8 @@ class _Decoder(json.JSONDecoder):
 def read_batches(
     batches: Iterable[pa.RecordBatch], names: list[str], select: Select
 ) -> Iterator[LocatedRecord]:
-    """Yields the rows of Arrow tables, counted from 1, as records with the selected columns. If a
-    required column is missing, each record has the table's column names, with empty values."""
+    """Yields the rows of Arrow tables as records with the selected columns. If a required column is
+    missing, each record has the table's column names, with empty values."""
     selected = select(names)
     for name in selected:
         if names.count(name) > 1:
@@ -233,7 +220,6 @@ def read_batches(
 
 
 def _read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
-    """Yields the rows of a parquet file. Raises: pyarrow's errors if the file is damaged."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:
@@ -249,8 +235,7 @@ def _read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
 
 
 def _read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
-    """Yields the rows of an Arrow file, or of one or more Arrow streams in a file.
-    Raises: pyarrow's errors, or ValueError, if the file is damaged."""
+    """Yields the rows of an Arrow file, or of one or more Arrow streams in a file."""
     with pa.memory_map(file) as source:
         if source.read(6) == b"ARROW1":
             table = pa.ipc.open_file(source)
@@ -289,7 +274,7 @@ def _to_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str |
 
 
 def _column_to_python(column: pa.Array) -> list[Any]:
-    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    is_list = isinstance(column.type, pa.ListType | pa.LargeListType)
     if is_list and pa.types.is_primitive(column.type.value_type):
         # 30 times as fast as conversion to Python numbers
         return [
@@ -378,12 +363,6 @@ def detect_file_type(file: str) -> FileType:
             "lines of JSON."
         )
     return file_type
-
-
-def read_files(files: Iterable[str], select: Select) -> Iterator[LocatedRecord]:
-    """Yields every record of files in order: see `read_file`."""
-    for file in files:
-        yield from read_file(file, select)
 
 
 def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator[LocatedRecord]:

@@ -41,11 +41,6 @@ def is_saved_dataset(path: pathlib.Path) -> bool:
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def is_hub_name(source: str) -> bool:
-    """Returns True if a data set on the hub could have this name."""
-    return re.fullmatch(r"\w[\w.-]*/[\w.-]*\w", source) is not None
-
-
 @contextlib.contextmanager
 def hide_progress_without_terminal() -> Iterator[None]:
     """Disables progress bars of `datasets` if stderr is not a terminal: they would fill logs."""
@@ -140,30 +135,26 @@ def read_records(dataset: "datasets.Dataset", select: Select) -> Iterator[Locate
 
 
 def _choose_split(splits: "datasets.DatasetDict", source: Source) -> "datasets.Dataset":
-    """Split or part `source.split`; without it, the only split, or `train`. Raises: UserError."""
+    """Split or part `source.split`, such as train[:95%], without copying; without `source.split`,
+    the only split, or `train`. Raises: UserError."""
+    import datasets
+
     names = list(splits)
     if not names:
         raise UserError("has no splits, so no records. Save it again, or use another data set.")
     if source.split is not None and source.split not in splits:
-        return select_ranges(splits, source.split)
+        lengths = {name: len(split) for name, split in splits.items()}
+        parts = [
+            splits[name]
+            if (start, stop) == (0, lengths[name])
+            else splits[name].select(range(start, stop))
+            for name, start, stop in resolve_ranges(source.split, lengths)
+        ]
+        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     split = source.split or (names[0] if len(names) == 1 else "train")
     if split not in splits:
         raise UserError(f"has several splits. Set split to {errors.format_choices(names)}.")
     return splits[split]
-
-
-def select_ranges(splits: "Mapping[str, datasets.Dataset]", spec: str) -> "datasets.Dataset":
-    """Selects a part of splits, such as train[:95%], without copying. Raises: UserError."""
-    import datasets
-
-    lengths = {name: len(split) for name, split in splits.items()}
-    parts = [
-        splits[name]
-        if (start, stop) == (0, lengths[name])
-        else splits[name].select(range(start, stop))
-        for name, start, stop in resolve_ranges(spec, lengths)
-    ]
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 
 def resolve_ranges(spec: str, lengths: Mapping[str, int]) -> list[tuple[str, int, int]]:

@@ -8,16 +8,15 @@ import hashlib
 import os
 import pathlib
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import filelock
 
-from jaxsp.core import errors, paths, urls
+from jaxsp.core import errors, paths
 from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError
 from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import file_types
-from jaxsp.data.ingest.file_types import FileType, LocatedRecord, Select
 from jaxsp.system import distributed
 from jaxsp.system.object_store import ObjectStore
 
@@ -62,8 +61,8 @@ def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int,
     return [(str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats]
 
 
-def common_file_type(files: Sequence[str], source: Source) -> FileType:
-    """Returns the type of all files.
+def common_file_type(files: Sequence[str], source: Source) -> str:
+    """Returns the name of the type of all files.
     Raises: UserError if they have several types, or cannot contain the source's format."""
     examples = {file_types.detect_file_type(file).name: file for file in files}
     if len(examples) > 1:
@@ -71,8 +70,8 @@ def common_file_type(files: Sequence[str], source: Source) -> FileType:
             f"matches files of several types, such as {' and '.join(sorted(examples.values()))}. "
             "Make each type a source of its own."
         )
-    file_type = file_types.detect_file_type(files[0])
-    if file_type is file_types.TEXT and source.required != ("text",):
+    (file_type,) = examples
+    if file_type == file_types.TEXT.name and source.required != ("text",):
         raise UserError(
             f"plain text has no {errors.format_choices(source.required)}. Use format: text, "
             "or a .jsonl or .parquet file."
@@ -85,7 +84,7 @@ class StoredFiles:
     Raises: UserError if there is none, or if the store cannot be used."""
 
     def __init__(self, url: str):
-        urls.check(url)
+        paths.check_url(url)
         bucket = "/".join(url.split("/")[:3])
         pattern = url.removeprefix(f"{bucket}/")
         self._store = ObjectStore(bucket)
@@ -104,14 +103,9 @@ class StoredFiles:
                 "folder, `**` includes subfolders."
             )
 
-    def read(self, select: Select) -> Iterator[LocatedRecord]:
-        """Yields every record of the files, which are downloaded if this version never was, or if
-        the downloaded file is damaged. Places and errors name URLs instead of the downloaded
-        files."""
-        for url in self.versions:
-            yield from file_types.read_file(str(self._download(url)), select, name=url)
-
-    def _download(self, url: str) -> pathlib.Path:
+    def download(self, url: str) -> str:
+        """Returns a file's path on the disk. It is downloaded if this version never was, or if the
+        downloaded file is damaged."""
         import datasets
 
         size, version = self.versions[url]
@@ -126,4 +120,4 @@ class StoredFiles:
                 name = url.removeprefix(f"{self._store.url}/")
                 self._store.download({name: path}, {name: size})
                 core_files.write_checksum(path)
-        return path
+        return str(path)

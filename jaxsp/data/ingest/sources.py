@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import glob
 import itertools
-import os
+import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jaxsp.core import errors, urls
+from jaxsp.core import errors, paths
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats import records
@@ -34,6 +35,8 @@ class Records:
     """Size of the files."""
     locate: Callable[[], Iterator[LocatedRecord]]
     data: DataConfig
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Path without links, or URL, of each file, by its name in messages; empty for a data set."""
     split: str | None = None
     """Part of the records to select; None: all."""
 
@@ -50,40 +53,39 @@ class Records:
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Values that decide the entries."""
-        source = self.source
-        return (
-            self.identity,
-            self.split,
-            source.format,
-            [*self.columns],
-            sorted(source.fields.items()),
-            sorted(source.role_names.items()),
-            sorted(source.ignore_fields),
-            # of another format
-            *source.model_dump(exclude={*Source.model_fields, "roles"}).items(),
-        )
+        settings = self.source.model_dump(mode="json", exclude={"source", "name", "weight"})
+        return (self.identity, [*self.columns], json.dumps(settings, sort_keys=True))
 
     def entries(self) -> Iterator[RecordEntry]:
-        """Yields an entry for each record, in order: its `place`; its `problem`, the reason why it
-        cannot be used, or None; and its content: `text`, or `input_ids` and, if the first record
-        has them, `labels`, or `record`, which is messages or prompt and completions as JSON under
-        jaxsp's names, and Source.values.
-        Raises: UserError for bad records, unless the config skips them, and for none that can be
-        used."""
+        """Yields an entry for each record, in order: its `place`; its `problem`, why it cannot be
+        used, or None; and its content: `text`, or `input_ids` and, if the first record has them,
+        `labels`, or `record`, which is messages or prompt and completions as JSON under jaxsp's
+        names, and Source.values.
+        Raises: UserError for bad records, unless the config skips them, and for none to use."""
         parts: list[tuple[int, int | None]] = [(0, None)]
         if self.split is not None:
             lengths = {"train": sum(1 for _ in self.locate())}
             parts = [(start, stop) for _, start, stop in hub.resolve_ranges(self.split, lengths)]
         for start, stop in parts:
             entries = self.source.connect(_check_records(self))
-            yield from _refuse_bad_records(itertools.islice(entries, start, stop), self.data)
+            num_records = 0
+            bad: list[RecordEntry] = []
+            for entry in itertools.islice(entries, start, stop):
+                num_records += 1
+                if entry["problem"] is not None:
+                    bad.append(entry)
+                if not bad or self.data.on_bad_record == "skip":
+                    yield entry
+            check_bad_records(len(bad), num_records, bad, data=self.data)
             collections.deque(entries, maxlen=0)  # checks of all records come after the last one
 
 
-def read(source: Source, *, data: DataConfig) -> Records:
-    """Finds the records of a source. Raises: UserError if it does not exist."""
+def read(source: Source, *, data: DataConfig, select: Select | None = None) -> Records:
+    """Finds the files, saved folder or hub data set with a source's name; local ones come first.
+    Args: select: columns to read of tables; None: those that the source needs.
+    Raises: UserError if it does not exist."""
     try:
-        return _resolve_source(source, source.select_columns, data)
+        return _find_records(source, data, select or source.select_columns)
     except PermissionError as error:
         raise UserError(str(error)) from None
 
@@ -91,20 +93,15 @@ def read(source: Source, *, data: DataConfig) -> Records:
 def list_unread_fields(source: Source, data: DataConfig) -> list[str]:
     """Returns the fields of a source's first records that nothing reads."""
     # of a table without a required column, the names of all columns are read, and nothing else
-    located = _resolve_source(source, lambda names: [], data).locate()
-    names = {
-        name: None
-        for _, record, _ in itertools.islice(located, _MAX_CHECKED_BAD)
-        if isinstance(record, dict)
-        for name in record
-    }
+    located = read(source, data=data, select=lambda names: []).locate()
+    firsts = [record for _, record, _ in itertools.islice(located, _MAX_CHECKED_BAD)]
+    names = itertools.chain(*(record for record in firsts if isinstance(record, dict)))
     known = source.known_columns()
-    return [name for name in names if name not in known]
+    return [name for name in dict.fromkeys(names) if name not in known]
 
 
-def _resolve_source(source: Source, select: Select, data: DataConfig) -> Records:
-    """Finds the files, saved folder or hub data set with a source's name; local ones come first."""
-    path = None if urls.is_url(source.source) else source_files.resolve_path(source)
+def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
+    path = None if paths.is_url(source.source) else source_files.resolve_path(source)
     dataset = None
     if path is not None and _may_be_on_hub(path, source):
         dataset = hub.open_hub_dataset(source)
@@ -132,30 +129,37 @@ def _resolve_source(source: Source, select: Select, data: DataConfig) -> Records
         )
     if source.split is not None:  # a wrong one is reported before the files are read
         hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH})
+    fetch: Callable[[str], str] = str
     if path is None:
         stored = source_files.StoredFiles(source.source)
-        files = [*stored.versions]
+        fetch = stored.download
+        files = dict(zip(stored.versions, stored.versions, strict=True))
         identity: Any = stored.versions
         num_bytes = sum(size for size, _ in stored.versions.values())
-        locate = functools.partial(stored.read, select)
     else:
-        files = source_files.find_files(path, source)
-        identity = source_files.file_identities(files)
+        names = source_files.find_files(path, source)
+        identity = source_files.file_identities(names)
+        files = {name: real_path for name, (real_path, *_) in zip(names, identity, strict=True)}
         num_bytes = sum(size for _, size, _, _ in identity)
-        locate = functools.partial(file_types.read_files, files, select)
-    file_type = source_files.common_file_type(files, source)
+
+    def locate() -> Iterator[LocatedRecord]:
+        for file in files:
+            yield from file_types.read_file(fetch(file), select, name=file)
+
     return Records(
         source=source,
         data=data,
-        identity=(file_type.name, identity),
+        identity=(source_files.common_file_type([*files], source), identity),
         num_bytes=num_bytes,
         locate=locate,
+        files=files,
         split=source.split,
     )
 
 
 def _may_be_on_hub(path: pathlib.Path, source: Source) -> bool:
-    if glob.has_magic(str(path)) or path.exists() or not hub.is_hub_name(source.source):
+    is_name = re.fullmatch(r"\w[\w.-]*/[\w.-]*\w", source.source)
+    if glob.has_magic(str(path)) or path.exists() or not is_name:
         return False
     is_text = file_types.split_suffix(source.source)[0] in file_types.TEXT_SUFFIXES
     return file_types.detect_file_type(str(path)) is file_types.TEXT and not is_text
@@ -176,8 +180,7 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
     unseen_roles = set(source.role_names)
     is_usable = False
     num_records = 0
-    num_bad = 0
-    examples: list[RecordEntry] = []
+    bad: list[RecordEntry] = []
     for place, record, problem in origin.locate():
         num_records += 1
         entry = {"place": errors.escape(place), "problem": None, **columns}
@@ -194,52 +197,37 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
             is_usable = is_usable or len(content[next(iter(columns))]) > 0
             entry |= content
         except UserError as error:
-            num_bad += 1
             entry["problem"] = str(error)
-            examples = [*examples, entry][: records.MAX_NAMED_RECORDS]
-        if num_bad > limit:
+            bad.append(entry)
+        if len(bad) > limit:
             summary = (
                 f"more than {limit:,} records cannot be used; these are the first. Correct format "
                 "or fields, correct the records, or set data.on_bad_record=skip and raise "
                 "data.max_bad_records."
             )
-            raise UserError([*records.list_examples(examples), summary])
+            raise UserError([*_list_first(bad), summary])
         yield entry
-    if not num_bad and not is_usable:
+    if not bad and not is_usable:
         needed = errors.format_choices(source.required)
         raise UserError(f"no record contains {needed}. Give at least one.")
     if not is_usable:
-        others = ", and the others are empty" if num_bad < num_records else ""
+        others = ", and the others are empty" if len(bad) < num_records else ""
         summary = (
-            f"{num_bad:,} of {num_records:,} records cannot be used{others}. Correct format or "
+            f"{len(bad):,} of {num_records:,} records cannot be used{others}. Correct format or "
             "fields, or correct the records."
         )
-        raise UserError([*records.list_examples(examples), summary])
+        raise UserError([*_list_first(bad), summary])
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
         raise UserError(f"fields: no record has {name}, to read as {field}. Remove or correct it.")
 
 
-def _refuse_bad_records(entries: Iterable[RecordEntry], data: DataConfig) -> Iterator[RecordEntry]:
-    """Yields entries up to the first bad one that the config does not skip, and counts the others.
-    Raises: UserError for bad records."""
-    num_records = 0
-    bad: list[RecordEntry] = []
-    for entry in entries:
-        num_records += 1
-        if entry["problem"] is not None:
-            bad.append(entry)
-        if not bad or data.on_bad_record == "skip":
-            yield entry
-    check_bad_records(len(bad), num_records, bad[: records.MAX_NAMED_RECORDS], data=data)
-
-
 def check_bad_records(
     count: int, num_records: int, examples: list[RecordEntry], *, data: DataConfig
 ) -> None:
     """Checks that data.on_bad_record allows the bad records of a source.
-    Args: examples: the first of them.
+    Args: examples: at least the first ones.
     Raises: UserError naming the first bad records, their number, and what to change."""
     is_skipped = data.on_bad_record == "skip" and count <= data.max_bad_records
     if not count or (is_skipped and count < num_records):
@@ -254,36 +242,24 @@ def check_bad_records(
         suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"
-    raise UserError(
-        [*records.list_examples(examples), f"{summary}. Correct them, or {suggestion}."]
-    )
+    raise UserError([*_list_first(examples), f"{summary}. Correct them, or {suggestion}."])
 
 
-def check_no_duplicates(sources: Mapping[str, Source]) -> None:
+def _list_first(bad: list[RecordEntry]) -> list[str]:
+    return records.list_examples(bad[: records.MAX_NAMED_RECORDS])
+
+
+def check_no_duplicates(sources: Mapping[str, Records]) -> None:
     """Checks that no file is read twice in the same way, which would count its documents twice.
-    Args: sources: sources that can be read, by field, such as data.train.0.
+    Args: sources: by field, such as data.train.0.
     Raises: UserError naming the second source."""
     first_fields: dict[tuple[str, str], str] = {}
-    # with other fields, or another split, a file has other documents
-    settings = {
-        field: source.model_dump_json(exclude={"source", "name", "weight"})
-        for field, source in sources.items()
-    }
-    counts = collections.Counter(settings.values())
-    for field, source in sources.items():
-        if counts[settings[field]] == 1:
-            continue  # avoids listing the files again, which takes seconds on network disks
-        with at(f"{field}.source", source.source):
-            # a file by a name that no other file has; nothing for data sets
-            path = source_files.resolve_path(source)
-            identities: dict[str, str] = {}
-            if urls.is_url(source.source):
-                identities = {url: url for url in source_files.StoredFiles(source.source).versions}
-            elif path.is_file() or glob.has_magic(str(path)):
-                files = source_files.find_files(path, source)
-                identities = {file: os.path.realpath(file) for file in files}
-            for file, identity in identities.items():
-                first = first_fields.setdefault((identity, settings[field]), field)
+    for field, origin in sources.items():
+        # with other fields, or another split, a file has other documents
+        settings = origin.source.model_dump_json(exclude={"source", "name", "weight"})
+        with at(f"{field}.source", origin.source.source):
+            for file, identity in origin.files.items():
+                first = first_fields.setdefault((identity, settings), field)
                 if first != field:
                     raise UserError(
                         f"includes the file {file}, which {first} also includes, so its documents "

@@ -13,7 +13,6 @@ from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.ingest import cache
-from jaxsp.data.packing import mixing
 from jaxsp.data.packing.loader import BatchLoader, RowPlacement
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
@@ -61,25 +60,21 @@ class PackedDataset:
             if before < end_row:
                 end_row = min(end_row, begin_row + math.ceil(rows / rows_per_step) * rows_per_step)
             end_row = max(end_row, begin_row)
-        return mixing.build_schedule(
-            begin_row=begin_row,
-            rows_per_step=rows_per_step,
-            num_steps=num_steps,
-            end_row=end_row,
+        return RowSchedule(
+            begin_row=begin_row, rows_per_step=rows_per_step, num_steps=num_steps, end_row=end_row
         )
 
     def is_epoch_end(self, schedule: RowSchedule, num_steps: int) -> bool:
         """True if an epoch ends with step `num_steps` of a schedule."""
 
         def count_epochs(num_rows: int) -> int:
-            """Complete passes in the first rows. Plans no epoch that they do not reach."""
+            # plans no epoch that the rows do not reach
             epoch = self.stream.find_epoch(num_rows - 1) if num_rows else 0
             assert epoch is not None, "sources mixed by weight have no epochs"
             return epoch + (num_rows == self.stream.count_rows(epoch + 1))
 
-        consumed = map(schedule.rows_consumed, (num_steps - 1, num_steps))
-        before, after = map(count_epochs, consumed)
-        return after > before
+        before, after = map(schedule.rows_consumed, (num_steps - 1, num_steps))
+        return count_epochs(after) > count_epochs(before)
 
     def make_loader(self, schedule: RowSchedule, placement: RowPlacement) -> BatchLoader:
         """Returns the loader of a schedule's steps."""
@@ -111,14 +106,11 @@ class PackedDataset:
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describes the differences of two fingerprints; empty if the rows are the same."""
     changes = []
-    for name in now:
-        if "." not in name:
-            continue
+    for name in (name for name in now if "." in name):
         # null: no document was too long, so the field has no effect
         is_idle = name == "data.long_documents" and None in (before[name], now[name])
         if now[name] != before[name] and not is_idle:
-            new = yaml_io.format_value(now[name])
-            old = yaml_io.format_value(before[name])
+            new, old = map(yaml_io.format_value, (now[name], before[name]))
             changes.append(f"{name} = {new}, was {old}")
     if before["weights"] != now["weights"]:
         changes.append(f"weights of data.train = {now['weights']}, were {before['weights']}")

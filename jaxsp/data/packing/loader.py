@@ -130,7 +130,16 @@ class BatchLoader:
             self._specs["weights_BL"] = PER_TOKEN
         if documents.per_record == 2:
             self._specs["documents_BM"] = PER_ROW
-        self._places = find_places(placement)
+        num_slots = placement.num_groups * placement.rows_per_microbatch
+        microbatches = num_microbatches(
+            rows_per_step=placement.rows_per_step, global_microbatch_rows=num_slots
+        )
+        self._places = step_row_index(
+            np.arange(microbatches)[:, None],
+            np.arange(num_slots),
+            num_groups=placement.num_groups,
+            rows_per_microbatch=placement.rows_per_microbatch,
+        )
         """[microbatches, B]: place of each row of the microbatches in a step's sorted rows."""
         self._shapes = {
             PER_TOKEN: (*self._places.shape, self._row_tokens),
@@ -141,22 +150,35 @@ class BatchLoader:
     def read_step(self, step: int) -> HostBatch:
         """Reads the blocks of a step for this process's devices."""
         documents = self._documents
+        placement = self._placement
         rows, block_rows = self._sort_rows(step)
         pairs = None
         numbers = np.zeros(0, np.int32)
         documents_P2 = np.zeros((0, 2), np.int64)
         if documents.per_record == 2:
             numbers = number_documents(rows, block_rows)
-            pairs = self._make_pairs(rows, numbers)
             documents_P2 = np.full((numbers.max(initial=-1) // 2 + 1, 2), -1, np.int64)
             documents_P2.reshape(-1)[numbers] = rows.document
+            max_pairs = batch.max_pairs(
+                rows_per_step=placement.rows_per_step, max_segments=self._max_segments
+            )
+            references_D = np.zeros(2 * max_pairs, np.float32)
+            is_desirable_P = np.zeros(max_pairs, bool)
+            if documents.references is not None:
+                references_D[numbers] = documents.references[rows.document]
+            if documents.is_desirable is not None:
+                is_desirable_P[numbers // 2] = documents.is_desirable[rows.document // 2]
+            pairs = Pairs(references_P2=references_D.reshape(-1, 2), is_desirable_P=is_desirable_P)
 
-        def read_slice(place: int, begin: int, end: int) -> Mapping[str, Any]:
-            spans = self._placement.layout.spans(begin, end, row_tokens=self._row_tokens)
-            slices = [documents.read_slice(rows.row(place), *span) for span in spans]
-            return vars(row_reader.concatenate_slices(slices))
+        def read_slice(place: int, begin: int, end: int) -> dict[str, Any]:
+            spans = placement.layout.spans(begin, end, row_tokens=self._row_tokens)
+            slices = [vars(documents.read_slice(rows.row(place), *span)) for span in spans]
+            if len(slices) == 1:
+                return slices[0]
+            names = [name for name, values in slices[0].items() if values is not None]
+            return {name: np.concatenate([part[name] for part in slices]) for name in names}
 
-        def read_slots(place: int, begin: int, end: int) -> Mapping[str, Any]:
+        def read_slots(place: int, begin: int, end: int) -> dict[str, Any]:
             row_numbers = numbers[slice(*rows.row_starts[place : place + 2])]
             return row_reader.make_slots(rows.row(place), self._max_segments, row_numbers)
 
@@ -164,6 +186,15 @@ class BatchLoader:
         tokens_per_source = np.bincount(
             documents.find_sources(rows.document), rows.length, minlength=len(documents.sources)
         )
+        work = balance.count_row_work(
+            rows.starts,
+            rows.length,
+            rows.row_starts,
+            row_tokens=self._row_tokens,
+            layout=placement.layout,
+        )
+        # of each microbatch, group and row of a group, on each device
+        shape = (len(self._places), placement.num_groups, -1, *work.shape[1:])
         counts = StepCounts(
             rows=rows,
             places=self._places,
@@ -171,23 +202,12 @@ class BatchLoader:
             epoch=self._stream.find_epoch(first_row + num_rows - 1),
             tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
             documents_P2=documents_P2,
-            imbalance=self._compute_imbalance(rows),
+            imbalance=balance.compute_imbalance(
+                work[self._places].reshape(shape).sum(2), has_ring_steps=placement.has_ring_steps
+            ),
         )
         blocks = self._read_blocks(PER_TOKEN, read_slice) | self._read_blocks(PER_ROW, read_slots)
         return HostBatch(blocks=blocks, pairs=pairs, counts=counts)
-
-    def _make_pairs(self, rows: PackedRows, numbers: np.ndarray) -> Pairs:
-        """Pairs of a step. Args: numbers: of each segment's document."""
-        max_pairs = batch.max_pairs(
-            rows_per_step=self._placement.rows_per_step, max_segments=self._max_segments
-        )
-        references_D = np.zeros(2 * max_pairs, np.float32)
-        is_desirable_P = np.zeros(max_pairs, bool)
-        if self._documents.references is not None:
-            references_D[numbers] = self._documents.references[rows.document]
-        if self._documents.is_desirable is not None:
-            is_desirable_P[numbers // 2] = self._documents.is_desirable[rows.document // 2]
-        return Pairs(references_P2=references_D.reshape(-1, 2), is_desirable_P=is_desirable_P)
 
     def list_segments(self, step: int) -> list[dict[str, Any]]:
         """Describes the segments of a step in the order of its rows: the same on every mesh.
@@ -198,8 +218,8 @@ class BatchLoader:
             row = self._stream.row(row_index)
             arrays = (row.document.tolist(), row.offset.tolist(), row.length.tolist())
             for document, offset, num_tokens in zip(*arrays, strict=True):
-                origin = self._documents.find_origin(document)
                 place = {"first_token": offset, "tokens": num_tokens}
+                origin = self._documents.find_origin(document)
                 segments.append({"row": row_index} | origin | place)
         return segments
 
@@ -215,27 +235,23 @@ class BatchLoader:
         with contextlib.closing(steps):
             for host_batch in steps:
                 arrays: dict[str, Any] = {
-                    name: self._put_on_devices(self._specs[name], blocks)
+                    name: self._put(self._specs[name], blocks)
                     for name, blocks in host_batch.blocks.items()
                 }
                 if host_batch.pairs is not None:
-                    whole = NamedSharding(self._placement.mesh, PartitionSpec())
-                    arrays["pairs"] = jax.tree.map(
-                        lambda array, whole=whole: jax.make_array_from_callback(
-                            array.shape, whole, array.__getitem__
-                        ),
-                        host_batch.pairs,
-                    )
+                    arrays["pairs"] = jax.tree.map(self._put_whole, host_batch.pairs)
                 yield Batch(**arrays), host_batch.counts
 
-    def _put_on_devices(
-        self, spec: PartitionSpec, blocks: Mapping[BlockSpan, np.ndarray]
-    ) -> jax.Array:
+    def _put(self, spec: PartitionSpec, blocks: Mapping[BlockSpan, np.ndarray]) -> jax.Array:
         shape = self._shapes[spec]
         sharding = NamedSharding(self._placement.mesh, spec)
         return jax.make_array_from_callback(
             shape, sharding, lambda index: blocks[_to_span(index, shape)]
         )
+
+    def _put_whole(self, array: np.ndarray) -> jax.Array:
+        sharding = NamedSharding(self._placement.mesh, PartitionSpec())
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     def _sort_rows(self, step: int) -> tuple[PackedRows, int]:
         """Returns the rows of a step, those with the most attention work first and empty rows last;
@@ -250,20 +266,8 @@ class BatchLoader:
         rows = rows.select_rows((blocks[:, None] * block_rows + np.arange(block_rows)).ravel())
         return rows.append_empty(self._places.size), block_rows
 
-    def _compute_imbalance(self, rows: PackedRows) -> float:
-        layout = self._placement.layout
-        work = balance.count_row_work(
-            rows.starts, rows.length, rows.row_starts, row_tokens=self._row_tokens, layout=layout
-        )
-        # of each microbatch, group and row of a group, on each device
-        shape = (len(self._places), self._placement.num_groups, -1, *work.shape[1:])
-        by_group = work[self._places].reshape(shape)
-        return balance.compute_imbalance(
-            by_group.sum(2), has_ring_steps=self._placement.has_ring_steps
-        )
-
     def _read_blocks(
-        self, spec: PartitionSpec, read_part: Callable[[int, int, int], Mapping[str, Any]]
+        self, spec: PartitionSpec, read_part: Callable[[int, int, int], dict[str, Any]]
     ) -> dict[str, dict[BlockSpan, np.ndarray]]:
         """Blocks of the Batch fields that are sharded by `spec`.
         Args: read_part: reads the fields of the row in a place, from `begin` to `end`."""
@@ -281,20 +285,6 @@ class BatchLoader:
                 values = np.array([part[field] for part in parts])
                 blocks[name][span] = values.reshape(*places.shape, -1)
         return blocks
-
-
-def find_places(placement: RowPlacement) -> np.ndarray:
-    """The place of each row of the microbatches in a step's sorted rows: [microbatches, B]."""
-    num_slots = placement.num_groups * placement.rows_per_microbatch
-    microbatches = num_microbatches(
-        rows_per_step=placement.rows_per_step, global_microbatch_rows=num_slots
-    )
-    return step_row_index(
-        np.arange(microbatches)[:, None],
-        np.arange(num_slots),
-        num_groups=placement.num_groups,
-        rows_per_microbatch=placement.rows_per_microbatch,
-    )
 
 
 def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSpan:

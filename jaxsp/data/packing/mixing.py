@@ -10,7 +10,6 @@ The order can be cut anywhere. It continues from the number of rows that were co
 mesh and the rows per step were.
 """
 
-import dataclasses
 import threading
 from collections.abc import Sequence
 
@@ -23,11 +22,8 @@ from jaxsp.data.packing.packing import PackedEpochs, PackedRows, Segments
 
 class RowStream:
     """Endless sequence of rows, interleaved from several parts. Thread-safe.
-
-    Args:
-        parts: the rows of all documents, or those of each source if sources are mixed by weight.
-        fractions: fraction of the rows that each part has; they add up to 1.
-    """
+    Args: parts: the rows of all documents, or those of each source if sources are mixed by weight;
+        fractions: fraction of the rows that each part has; they add up to 1."""
 
     def __init__(self, parts: Sequence[PackedEpochs], fractions: Sequence[float]):
         assert len(parts) == len(fractions) > 0, "a fraction for each part"
@@ -90,63 +86,53 @@ def _interleave_parts(
     parts = np.repeat(np.arange(len(fractions), dtype=np.int16), counts)
     indices = np.concatenate([np.arange(count) for count in counts])
     order = np.argsort((indices + 0.5) / fractions[parts], kind="stable")[:num_rows]
-    if block_rows == 1:
-        return parts[order], indices[order]
     rows = indices[order][:, None] * block_rows + np.arange(block_rows)
     return np.repeat(parts[order], block_rows), rows.ravel()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowSchedule:
-    """The rows of each remaining step."""
+_MAX_STEPS = 10**12
+"""Maximum number of steps; grain and jaxsp count their rows in 64 bits."""
 
-    num_steps: int
-    begin_row: int
-    """Number of rows that were consumed before."""
-    end_row: int
-    """Number of rows after which the data ends."""
-    rows_per_step: int
+
+class RowSchedule:
+    """The rows of each remaining step: of `num_steps` steps, or of all until the data end.
+    Args: begin_row: number of rows that were consumed before; end_row: number after which the data
+        end.
+    Raises: UserError for more steps than a schedule can have."""
+
+    def __init__(
+        self,
+        *,
+        begin_row: int,
+        rows_per_step: int,
+        num_steps: int | None = None,
+        end_row: int | None = None,
+    ):
+        field = "run.steps"
+        if num_steps is None:
+            assert end_row is not None, "either steps or rows limit a schedule"
+            field = "run.epochs"
+            num_steps = -(-max(end_row - begin_row, 0) // rows_per_step)
+        if num_steps > _MAX_STEPS:
+            raise UserError(
+                f"{field}: makes {num_steps:,} steps, but a run has at most {_MAX_STEPS:,}. Use "
+                "fewer."
+            )
+        self.begin_row = begin_row
+        self.rows_per_step = rows_per_step
+        self.num_rows = num_steps * rows_per_step
+        if end_row is not None:
+            self.num_rows = min(self.num_rows, max(end_row - begin_row, 0))
+        self._num_steps = num_steps
 
     def __len__(self) -> int:
-        return self.num_steps
+        return self._num_steps
 
     def step_rows(self, step: int) -> tuple[int, int]:
         """Returns the first row of a step, by its index in the stream, and their number."""
-        first = self.begin_row + step * self.rows_per_step
-        return first, min(self.rows_per_step, self.end_row - first)
+        first = step * self.rows_per_step
+        return self.begin_row + first, min(self.rows_per_step, self.num_rows - first)
 
     def rows_consumed(self, num_steps: int) -> int:
         """Rows consumed after `num_steps` steps: the whole state of the data."""
-        consumed = self.begin_row + min(num_steps, self.num_steps) * self.rows_per_step
-        return max(self.begin_row, min(consumed, self.end_row))
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows_consumed(self.num_steps) - self.begin_row
-
-
-def build_schedule(
-    *, begin_row: int, rows_per_step: int, num_steps: int | None = None, end_row: int | None = None
-) -> RowSchedule:
-    """Builds a schedule of `num_steps` steps, or until the stream has come to its end.
-    Args: begin_row, end_row: number of rows.
-    Raises: UserError for more steps than a schedule can have."""
-    assert (num_steps is None) != (end_row is None), "either steps or rows limit a schedule"
-    field = "run.steps" if end_row is None else "run.epochs"
-    if end_row is None:
-        end_row = _UNLIMITED_ROWS
-    if num_steps is None:
-        num_steps = -(-max(end_row - begin_row, 0) // rows_per_step)
-    if num_steps > _MAX_STEPS:
-        raise UserError(
-            f"{field}: makes {num_steps:,} steps, but a run has at most {_MAX_STEPS:,}. Use fewer."
-        )
-    return RowSchedule(
-        num_steps=num_steps, begin_row=begin_row, end_row=end_row, rows_per_step=rows_per_step
-    )
-
-
-_UNLIMITED_ROWS = 2**63 - 1
-
-_MAX_STEPS = 10**12
-"""Maximum number of steps; grain and jaxsp count their rows in 64 bits."""
+        return self.begin_row + min(num_steps * self.rows_per_step, self.num_rows)

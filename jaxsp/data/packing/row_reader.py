@@ -38,20 +38,22 @@ def select_records(
 ) -> list[np.ndarray]:
     """Selects the records of each source that are held out.
 
-    Each document has a number that depends only on the seed, the source's name and the record's
-    index, so the choice is the same on every mesh and after a resume. Those with the smallest
-    numbers are held out, `fraction` of all rounded up; records without tokens never are.
+    Each record has a number in [0, 1) that depends only on the seed, the source's name and the
+    record's index, so the choice is the same on every mesh and after a resume. Those with the
+    smallest numbers are held out, `fraction` of all rounded up; records without tokens never are.
 
     Raises: UserError if every document would be held out.
     """
-    draws = [
-        _draw_numbers(len(dataset), seed=seed, name=name)
-        for dataset, name in zip(tokenized, source_names, strict=True)
-    ]
-    lengths = [
-        np.concatenate([np.diff(offsets) for offsets, _ in cache.read_lists(dataset, "tokens")])
-        for dataset in tokenized
-    ]
+    draws = []
+    lengths = []
+    for dataset, name in zip(tokenized, source_names, strict=True):
+        # Philox is a counter-based generator: its n-th number is a hash of key and counter. NumPy
+        # guarantees its stream (NEP 19), unlike those of the distributions.
+        key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]
+        raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(len(dataset))
+        draws.append((raw >> np.uint64(11)) * 2.0**-53)
+        lists = cache.read_lists(dataset, "tokens")
+        lengths.append(np.concatenate([np.diff(offsets) for offsets, _ in lists]))
     # a document of one token has no loss
     usable = np.sort(np.concatenate(draws)[np.concatenate(lengths) > 1])
     num_held_out = max(1, math.ceil(round(fraction * len(usable), 9)))
@@ -76,18 +78,6 @@ def digest_split(source: str, is_chosen: np.ndarray, *, is_held_out: bool) -> st
         return source  # nothing is held out
     content = f"{source} {is_held_out} ".encode() + np.packbits(is_chosen).tobytes()
     return hashlib.sha256(content).hexdigest()
-
-
-def _draw_numbers(num_records: int, *, seed: int, name: str) -> np.ndarray:
-    """A number in [0, 1) for each record, by a hash of the seed, the name and the record's index.
-    Philox is a counter-based generator: its n-th number is a hash of key and counter. NumPy
-    guarantees its stream (NEP 19), unlike those of the distributions."""
-    key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]
-    raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(num_records)
-    return (raw >> np.uint64(11)) * 2.0**-53
-
-
-_MAX_NAMED_RECORDS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,28 +142,48 @@ def _read_chunks(
     """Returns the chunks of a dataset, and the borders of the documents in each.
     Args: stats: checksums of the ids, if known."""
     columns: dict[str, list[Any]] = {}
+    borders: list[np.ndarray] = []
     for name in ("weights", "labels", "tokens"):
         if name not in dataset.column_names:
             continue
         lists = [*cache.read_lists(dataset, name)]
+        borders = [offsets for offsets, _ in lists]  # the same for all columns
         columns[name] = [values for _, values in lists]
         if name != "weights" and stats is not None:
             columns[name] = stats.check_blocks(name, columns[name])
         elif name != "weights":
             columns[name] = [*map(CheckedIds, columns[name])]
-    borders = [offsets for offsets, _ in lists]  # of the last column: all have the same
     if count_documents_per_record(dataset) == 2:
-        first_tokens = dataset.data.column(FIRST_TOKENS).to_numpy()
         ends = np.cumsum([len(offsets) - 1 for offsets in borders])
-        parts = zip(borders, np.split(first_tokens, ends[:-1]), strict=True)
+        first_tokens = np.split(dataset.data.column(FIRST_TOKENS).to_numpy(), ends[:-1])
         borders = [
             np.append(np.stack([offsets[:-1], offsets[:-1] + first], axis=1), offsets[-1])
-            for offsets, first in parts
+            for offsets, first in zip(borders, first_tokens, strict=True)
         ]
     tokens = columns["tokens"]
     weights = columns.get("weights", [None] * len(tokens))
-    chunks = map(_Chunk, tokens, columns.get("labels", tokens), weights)
-    return [*chunks], borders
+    return [*map(_Chunk, tokens, columns.get("labels", tokens), weights)], borders
+
+
+def _count_loss_tokens(
+    segments: Segments, used: np.ndarray, chunks: list[_Chunk], borders: list[np.ndarray]
+) -> np.ndarray:
+    """Number of loss tokens of each segment. Args: used: number of tokens of each document."""
+    # targets are first + 1 to last: a document's first token is never one
+    first = segments.offset
+    last = np.minimum(first + segments.length, used[segments.document] - 1)
+    num_loss = last - first
+    begin = 0
+    for chunk, starts in zip(chunks, borders, strict=True):
+        end = begin + len(starts) - 1
+        if chunk.labels is not chunk.tokens:
+            is_target = chunk.labels.read_all() != NO_LABEL
+            num_before = np.append(np.int32(0), np.cumsum(is_target, dtype=np.int32))
+            part = slice(*np.searchsorted(segments.document, [begin, end]))
+            target = starts[segments.document[part] - begin] + 1
+            num_loss[part] = num_before[target + last[part]] - num_before[target + first[part]]
+        begin = end
+    return num_loss
 
 
 def count_documents_per_record(dataset: "datasets.Dataset") -> int:
@@ -188,11 +198,9 @@ class Documents:
     nothing. The loss of the token before a cut is in the segment that ends there.
 
     Args:
-        source_names: names of the sources of the datasets.
-        held_out: for each dataset, True for the documents that are held out for evaluation. They
-            are left out, or with `use_held_out` the others are. None: no document is held out.
+        held_out: for each dataset, True for the records that are held out for evaluation. They are
+            left out, or with `use_held_out` the others are. None: no record is held out.
         row_tokens: tokens of a row; None: documents have any length.
-        long_documents: data.long_documents, what to do with documents longer than `row_tokens`.
         stats: statistics of the datasets, with checksums of what is read; None: not checked.
         has_scores: give the last token of each document a label, 0, and no other token: a reward
             model scores documents there.
@@ -224,34 +232,90 @@ class Documents:
         self.long_documents = long_documents
         self.per_record = count_documents_per_record(tokenized[0])
         """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
+        self._source_ends = np.cumsum([self.per_record * len(each) for each in tokenized])
+        self.sources: list[SourceCounts] = []
         self._chunks: list[_Chunk] = []
         borders: list[np.ndarray] = []
+        kept_segments: list[Segments] = []
+        used_tokens: list[np.ndarray] = []
+        kept: list[np.ndarray] = []
+        longest_stored = 0
         for number, dataset in enumerate(tokenized):
             chunks, parts = _read_chunks(dataset, stats[number] if stats else None)
-            lengths = np.concatenate([*map(np.diff, parts)])
-            _check_lengths(dataset, lengths, row_tokens, long_documents)
+            stored = np.concatenate([*map(np.diff, parts)])
+            _check_lengths(dataset, stored, row_tokens, long_documents)
+            is_in_split = np.ones(len(stored), bool)
+            if held_out is not None:
+                is_in_split = np.repeat(held_out[number] == use_held_out, self.per_record)
+            used = stored * is_in_split
+            if row_tokens is not None and long_documents == "truncate":
+                used = np.minimum(used, row_tokens)
+            if row_tokens is not None and long_documents == "drop":  # a pair is used as a whole
+                is_long = (stored.reshape(-1, self.per_record) > row_tokens).any(1)
+                used *= ~np.repeat(is_long, self.per_record)
+            segments = packing.split_documents(used, row_tokens)
+            num_loss = _count_loss_tokens(segments, used, chunks, parts)
+            is_kept = np.bincount(segments.document, num_loss > 0, minlength=len(used)) > 0
+            is_kept = np.repeat(is_kept.reshape(-1, self.per_record).all(1), self.per_record)
+            has_loss = (num_loss > 0) & is_kept[segments.document]
+
+            is_truncated = (used > 0) & (used < stored)
+            is_dropped = is_in_split & (used == 0) & (stored > 0)
+            is_held_out = ~is_in_split & (not use_held_out)
+            # a bad record has no tokens, and records without tokens are never held out
+            num_empty = np.sum(is_in_split & (stored == 0)) // self.per_record
+            num_skipped = 0
+            skipped: list[dict[str, Any]] = []
+            if num_empty and "problem" in dataset.column_names:
+                num_skipped, skipped = cache.find_bad_records(dataset, max_examples=3)
+            num_bare_answers = 0
+            if BARE_ANSWERS in dataset.column_names:
+                bare_answers = dataset.data.column(BARE_ANSWERS).to_numpy()
+                num_bare_answers = bare_answers[is_kept[:: self.per_record]].sum()
+            counts = {
+                "num_documents": is_kept.sum(),
+                "num_tokens": segments.length[has_loss].sum(),
+                "num_loss_tokens": num_loss.sum(),
+                "num_skipped": num_skipped,
+                "num_empty": num_empty - num_skipped,
+                "num_split": np.sum(np.bincount(segments.document) > 1),
+                "num_truncated": is_truncated.sum(),
+                "num_tokens_truncated": (stored - used)[is_truncated].sum(),
+                "num_dropped": is_dropped.sum(),
+                "num_tokens_dropped": stored[is_dropped].sum(),
+                "num_without_loss": np.sum((used > 0) & ~is_kept),
+                "num_segments_without_loss": np.sum(~has_loss & is_kept[segments.document]),
+                "num_tokens_without_loss": segments.length[~has_loss].sum(),
+                "num_bare_answers": num_bare_answers,
+                "num_held_out": is_held_out.sum(),
+                "num_tokens_held_out": stored[is_held_out].sum(),
+            }
+            self.sources.append(
+                SourceCounts(
+                    name=source_names[number] if source_names else str(number),
+                    skipped_examples=tuple(
+                        f"{each['place']}: {each['problem']}" for each in skipped
+                    ),
+                    **{name: int(count) for name, count in counts.items()},
+                )
+            )
+            segments = segments.select(has_loss)
+            numbers = np.cumsum(is_kept) - 1 + sum(map(np.count_nonzero, kept))
+            kept_segments.append(dataclasses.replace(segments, document=numbers[segments.document]))
             self._chunks += chunks
             borders += parts
-        stored = np.concatenate([*map(np.diff, borders)])
-        is_in_split = np.ones(len(stored), bool)
-        if held_out is not None:
-            is_in_split = np.repeat(np.concatenate(held_out) == use_held_out, self.per_record)
-        used = stored * is_in_split
-        if row_tokens is not None and long_documents == "truncate":
-            used = np.minimum(used, row_tokens)
-        if row_tokens is not None and long_documents == "drop":  # a pair is used as a whole
-            is_long = (stored.reshape(-1, self.per_record) > row_tokens).any(1)
-            used *= ~np.repeat(is_long, self.per_record)
-
-        segments = packing.split_documents(used, row_tokens)
-        num_loss = self._count_loss_tokens(segments, used, borders)
-        is_kept = np.bincount(segments.document, num_loss > 0, minlength=len(used)) > 0
-        is_kept = np.repeat(is_kept.reshape(-1, self.per_record).all(1), self.per_record)
-        has_loss = (num_loss > 0) & is_kept[segments.document]
-        kept = segments.select(has_loss)
-        self.segments = dataclasses.replace(kept, document=np.cumsum(is_kept)[kept.document] - 1)
+            used_tokens.append(used)
+            kept.append(is_kept)
+            longest_stored = max(longest_stored, int(stored.max(initial=0)))
+        self.segments = Segments(
+            **{
+                name: np.concatenate([getattr(part, name) for part in kept_segments])
+                for name in ("document", "offset", "length")
+            }
+        )
         """Segments of the documents, which are numbered from 0."""
-        self.lengths = used[is_kept].astype(np.int64)
+        is_kept = np.concatenate(kept)
+        self.lengths = np.concatenate(used_tokens)[is_kept].astype(np.int64)
         """Number of tokens of each document, up to which it has segments."""
         self._index = np.flatnonzero(is_kept)
         """Index among the stored documents of each document."""
@@ -259,17 +323,6 @@ class Documents:
         self._chunk = np.repeat(np.arange(len(borders)), num_stored)[is_kept]
         self._start = np.concatenate([part[:-1] for part in borders])[is_kept]
         """First token of each document in its chunk."""
-        self._source_ends = np.cumsum([self.per_record * len(each) for each in tokenized])
-        self.sources = self._count_by_source(
-            source_names or [str(number) for number in range(len(tokenized))],
-            segments=segments,
-            num_loss=num_loss,
-            is_kept=is_kept,
-            stored=stored,
-            used=used,
-            is_in_split=is_in_split,
-            is_held_out=~is_in_split & (not use_held_out),
-        )
         self.is_desirable = self._read_column(IS_DESIRABLE)
         """Label of each pair's record; None if the records have none."""
         self.references = self._read_references()
@@ -278,97 +331,7 @@ class Documents:
         self.has_given_references = self.references is not None
         """True if the records have the log-probabilities of the reference model."""
         self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
-        self._check_documents(row_tokens, int(stored.max(initial=0)))
-
-    def _count_loss_tokens(
-        self, segments: Segments, used: np.ndarray, borders: list[np.ndarray]
-    ) -> np.ndarray:
-        """Number of loss tokens of each segment. Args: used: number of tokens of each document."""
-        # targets are first + 1 to last: a document's first token is never one
-        first = segments.offset
-        last = np.minimum(first + segments.length, used[segments.document] - 1)
-        num_loss = last - first
-        begin = 0
-        for chunk, starts in zip(self._chunks, borders, strict=True):
-            end = begin + len(starts) - 1
-            if chunk.labels is not chunk.tokens:
-                is_target = chunk.labels.read_all() != NO_LABEL
-                num_before = np.append(np.int32(0), np.cumsum(is_target, dtype=np.int32))
-                part = slice(*np.searchsorted(segments.document, [begin, end]))
-                target = starts[segments.document[part] - begin] + 1
-                num_loss[part] = num_before[target + last[part]] - num_before[target + first[part]]
-            begin = end
-        return num_loss
-
-    def _count_by_source(
-        self,
-        names: Sequence[str],
-        *,
-        segments: Segments,
-        num_loss: np.ndarray,
-        is_kept: np.ndarray,
-        stored: np.ndarray,
-        used: np.ndarray,
-        is_in_split: np.ndarray,
-        is_held_out: np.ndarray,
-    ) -> tuple[SourceCounts, ...]:
-        """Counts documents and tokens of each source.
-        Args: stored, used: number of tokens of each stored document, and of those that are used."""
-        source = np.searchsorted(self._source_ends, np.arange(len(stored)), side="right")
-
-        def total(values: np.ndarray) -> np.ndarray:
-            """Total of each source, of a value of each document."""
-            return np.bincount(source, values, minlength=len(names)).astype(np.int64)
-
-        def count(values: np.ndarray) -> np.ndarray:
-            """Total of each document, of a value of each segment."""
-            return np.bincount(segments.document, values, minlength=len(stored))
-
-        lacks_loss = (num_loss == 0) | ~is_kept[segments.document]
-        is_truncated = (used > 0) & (used < stored)
-        left_out = stored * (is_in_split & (used == 0))
-        num_empty = total(is_in_split & (stored == 0)) // self.per_record
-        totals = {
-            "num_documents": total(is_kept),
-            "num_tokens": total(count(segments.length * ~lacks_loss)),
-            "num_loss_tokens": total(count(num_loss)),
-            "num_split": total(count(np.ones(len(num_loss))) > 1),
-            "num_truncated": total(is_truncated),
-            "num_tokens_truncated": total((stored - used) * is_truncated),
-            "num_dropped": total(left_out > 0),
-            "num_tokens_dropped": total(left_out),
-            "num_without_loss": total((used > 0) & ~is_kept),
-            "num_segments_without_loss": total(count(lacks_loss) * is_kept),
-            "num_tokens_without_loss": total(count(segments.length * lacks_loss)),
-            "num_held_out": total(is_held_out),
-            "num_tokens_held_out": total(stored * is_held_out),
-        }
-        counts = []
-        for number, (name, dataset) in enumerate(zip(names, self._tokenized, strict=True)):
-            numbers = {field: int(values[number]) for field, values in totals.items()}
-            # a bad record has no tokens, and records without tokens are never held out
-            num_skipped = 0
-            skipped: list[dict[str, Any]] = []
-            if num_empty[number] and "problem" in dataset.column_names:
-                num_skipped, skipped = cache.find_bad_records(
-                    dataset, max_examples=_MAX_NAMED_RECORDS
-                )
-            num_bare_answers = 0
-            if BARE_ANSWERS in dataset.column_names:
-                is_record_kept = is_kept[source == number][:: self.per_record]
-                num_bare_answers = (
-                    dataset.data.column(BARE_ANSWERS).to_numpy()[is_record_kept].sum()
-                )
-            own = SourceCounts(
-                name=name,
-                num_skipped=num_skipped,
-                skipped_examples=tuple(f"{each['place']}: {each['problem']}" for each in skipped),
-                num_empty=int(num_empty[number]) - num_skipped,
-                num_bare_answers=int(num_bare_answers),
-                **numbers,
-            )
-            counts.append(own)
-        return tuple(counts)
+        self._check_documents(row_tokens, longest_stored)
 
     def _read_column(self, name: str) -> np.ndarray | None:
         """Value of each pair's record in a column; None if the tokenized records do not have it."""
@@ -491,15 +454,6 @@ class Documents:
                     f"the documents is {self._max_id}: this machine's memory may be faulty."
                 )
         return part
-
-
-def concatenate_slices(slices: Sequence[RowSlice]) -> RowSlice:
-    if len(slices) == 1:
-        return slices[0]
-    names = [name for name, values in vars(slices[0]).items() if values is not None]
-    return RowSlice(
-        **{name: np.concatenate([getattr(part, name) for part in slices]) for name in names}
-    )
 
 
 def make_slots(

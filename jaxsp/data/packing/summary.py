@@ -17,12 +17,20 @@ def describe_data(
     data: PackedDataset, config: DataConfig, schedule: RowSchedule
 ) -> list[tuple[str, str]]:
     """Returns lines of the banner about a data set, each with its label. Documents, segments,
-    tokens and rows; exclusions; suggestions for packing; and the sources, with the fraction of the
-    run that each has."""
+    tokens and rows; exclusions; suggestions for packing; and the sources."""
     sources = data.documents.sources
-    lines = [("data", _describe_rows(data))]
-    exclusions = describe_exclusions(sources)
-    if exclusions:
+    segments = data.documents.segments
+    num_tokens = int(segments.length.sum())
+    num_rows = sum(part.count_rows(1) for part in data.stream.parts)
+    percent = 100 * num_tokens / (num_rows * data.stream.row_tokens)
+    rows = (
+        f"{format_count(len(data.documents.lengths), 'document')} in "
+        f"{format_count(len(segments.length), 'segment')}, "
+        f"{format_count(num_tokens, 'token')}, {data.documents.num_loss_tokens:,} with a loss; "
+        f"packed into {format_count(num_rows, 'row')}, {percent:.2f} % full"
+    )
+    lines = [("data", rows)]
+    if exclusions := describe_exclusions(sources):
         lines.append(("", exclusions))
     for source in sources:
         lines += [("skipped", example) for example in source.skipped_examples]
@@ -33,19 +41,6 @@ def describe_data(
     if len(sources) > 1:
         lines += [("source", text) for text in _describe_sources(data, schedule)]
     return lines
-
-
-def _describe_rows(data: PackedDataset) -> str:
-    segments = data.documents.segments
-    num_tokens = int(segments.length.sum())
-    num_rows = sum(part.count_rows(1) for part in data.stream.parts)
-    percent = 100 * num_tokens / (num_rows * data.stream.row_tokens)
-    return (
-        f"{format_count(len(data.documents.lengths), 'document')} in "
-        f"{format_count(len(segments.length), 'segment')}, "
-        f"{format_count(num_tokens, 'token')}, {data.documents.num_loss_tokens:,} with a loss; "
-        f"packed into {format_count(num_rows, 'row')}, {percent:.2f} % full"
-    )
 
 
 def describe_epochs(data: PackedDataset, schedule: RowSchedule, epochs: float | None) -> str:
@@ -68,7 +63,6 @@ def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
     """Lists what is held out, split, truncated or left out; empty if nothing is."""
 
     def count(field: str, noun: str) -> str:
-        """Returns the total of a field, with its noun; empty if it is 0."""
         total = sum(getattr(source, field) for source in sources)
         return format_count(total, noun) if total else ""
 
@@ -107,9 +101,8 @@ def describe_bare_answers(sources: Sequence[SourceCounts], data: DataConfig) -> 
 
 
 def _describe_sources(data: PackedDataset, schedule: RowSchedule) -> Iterator[str]:
-    """A line about each source; with its part of the run if sources are mixed by weight. The number
-    of epochs of a source by the end of a run, from step 0, is an estimate. Exact numbers need plans
-    of all those rows, which take a second per epoch for a million documents."""
+    """A line about each source; with its part of the run if sources are mixed by weight. That is an
+    estimate: exact numbers need plans of all rows, a second per epoch for a million documents."""
     sources = data.documents.sources
     end = schedule.rows_consumed(len(schedule))
     tokens = [
@@ -146,23 +139,17 @@ def _suggest_packing(part: PackedEpochs) -> str | None:
     is_limited &= row_tokens - filled >= plan.length.min()
     num_empty = row_tokens * len(plan) - filled.sum()
     num_limited = np.sum(row_tokens - filled[is_limited])
-    is_full = filled.mean() >= _FULL_FRACTION * row_tokens
+    is_full = filled.mean() >= 0.99 * row_tokens
     if is_full or num_limited <= num_empty / 2:
         return None
-    needed = _SPREAD * part.max_segments * row_tokens / filled[is_limited].mean()
+    # some rows need more than the mean: lengths differ, and each epoch has another plan
+    needed = 1.25 * part.max_segments * row_tokens / filled[is_limited].mean()
     suggested = math.ceil(min(needed, len(plan.length)) / 16) * 16
     return (
         f"rows of {row_tokens:,} tokens are {100 * filled.mean() / row_tokens:.0f} % full, because "
         f"they have at most {format_count(part.max_segments, 'segment')}: "
         f"data.max_segments_per_row={suggested} would fill them"
     )
-
-
-_FULL_FRACTION = 0.99
-"""Fraction of the tokens of a row from which on rows count as full."""
-
-_SPREAD = 1.25
-"""Segments that some rows need, over the mean: lengths differ, and each epoch has another plan."""
 
 
 def describe_documents(data: PackedDataset) -> str:

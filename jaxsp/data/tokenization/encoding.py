@@ -8,7 +8,6 @@ borders of the parts:
     labels      -100          -100   -100 13347  257    198
 """
 
-import contextlib
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -41,20 +40,14 @@ class TextEncoder:
         self._end_text: str | None = tokenizer.eos_token
 
     def tokenize(self, documents: Sequence[RenderedRecord]) -> list[Any]:
-        """Tokenizes texts together, for `encode`; None for those that it must tokenize singly."""
-        encodings: list[Any] = [None] * len(documents)
-        for has_labels in (False, True):
-            indices = [
-                index
-                for index, document in enumerate(documents)
-                if has_labels == (document.loss_spans is not None)
-            ]
-            with contextlib.suppress(UserError):  # encode() finds the text that it is about
-                texts = [documents[index].text for index in indices]
-                results = self._tokenize(texts, has_labels=has_labels) if texts else []
-                for index, result in zip(indices, results, strict=True):
-                    encodings[index] = result
-        return encodings
+        """Tokenizes texts together, for `encode`; None for all if it must tokenize them singly, to
+        find the one that fails."""
+        texts = [document.text for document in documents]
+        has_labels = any(document.loss_spans is not None for document in documents)
+        try:
+            return self._tokenize(texts, has_labels=has_labels) if texts else []
+        except UserError:
+            return [None] * len(texts)
 
     def encode(
         self, document: RenderedRecord, encoding: Any

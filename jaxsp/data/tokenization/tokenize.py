@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     import datasets
     import transformers
 
-_CACHE_VERSION = 9
-"""Part of the cache's name. Increase it when the same file would give other tokens."""
+_CACHE_VERSION = 10
+"""Part of the cache's name. Increase it when the same file would give another cache."""
 
 _BATCH_SIZE = 2**22
 """Characters of records, or tokens, to encode together. A record has 1 KB to 100 MB, and takes
@@ -63,24 +63,31 @@ class TokenizedSource(NamedTuple):
 def tokenize_dataset(
     records: Records,
     *,
-    source: Source,
-    data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     vocab_size: int,
     vocab_suggestion: str = "Use the model's own tokenizer.",
 ) -> TokenizedSource:
     """Tokenizes the records of a source; labels are not shifted.
     Args: vocab_suggestion: what to do about a token id that is not below `vocab_size`.
-    Raises: UserError for bad records, unless `data` skips them, for an id without an embedding, and
+    Raises: UserError for bad records, unless they are skipped, for an id without an embedding, and
     without a chat template; DamagedCacheError if the cached tokens must be made again."""
     import datasets
 
+    source = records.source
+    data = records.data
     try:
         options = resolve_options(source, data=data, tokenizer=tokenizer)
     except UserError:
         collections.deque(records.entries(), maxlen=0)  # raises what is wrong with the records
         raise
-    key = (_CACHE_VERSION, records.fingerprint, options and _cache_key(source, options))
+    key: list[Any] = [_CACHE_VERSION, records.fingerprint]
+    if options is not None:
+        versions = [*map(importlib.metadata.version, ("transformers", "tokenizers", "jinja2"))]
+        key += [options.has_full_loss, versions, tokenizers.serialize_files(options.tokenizer)]
+        if source.is_chat:
+            # the same for a run that keeps the config's template as its tokenizer's own
+            template = options.template or options.tokenizer.chat_template
+            key += [template, options.earlier_reasoning, options.date]
     folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp"
     tokenized, stats = cache.open_or_build(
         folder / f"{datasets.fingerprint.Hasher.hash(key)}.arrow",
@@ -100,10 +107,7 @@ def tokenize_dataset(
 
 
 def resolve_options(
-    source: Source,
-    *,
-    data: DataConfig,
-    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+    source: Source, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase | None"
 ) -> ChatOptions | None:
     """Returns the options for the records of a source; None if they are tokens.
     Raises: UserError if it needs a chat template, and there is none."""
@@ -123,22 +127,10 @@ def resolve_options(
     )
 
 
-def _cache_key(source: Source, options: ChatOptions) -> tuple[Any, ...]:
-    chat_options: tuple[Any, ...] = ()
-    if source.is_chat:
-        # the same for a run that keeps the config's template as its tokenizer's own
-        template = options.template or options.tokenizer.chat_template
-        chat_options = (template, options.earlier_reasoning, options.date)
-    versions = [*map(importlib.metadata.version, ("transformers", "tokenizers", "jinja2"))]
-    files = tokenizers.serialize_files(options.tokenizer)
-    return (options.has_full_loss, chat_options, versions, files)
-
-
 def _make_tables(
     records: Records, options: ChatOptions | None, max_workers: int | None
 ) -> Iterator[pa.Table]:
-    """Yields the tokens of all records, which worker processes make if there are many.
-    Args: options: None if the records are tokens."""
+    """Yields the tokens of all records, which worker processes make if there are many."""
     from datasets.utils import tqdm
 
     source = records.source
@@ -147,19 +139,11 @@ def _make_tables(
         records.entries(), desc=f"Reading {source.source}", unit=" records", delay=3.0, disable=None
     )
     batches = _divide(entries, next(iter(records.columns)))
-    if options is None:
-        columns = {
-            "tokens" if name == "input_ids" else name: records.columns[name]
-            for name in records.columns
-        }
-        for batch in batches:
-            yield _build_table([entry | {"tokens": entry["input_ids"]} for entry in batch], columns)
-        return
     # macOS does not restrict the cores of a process
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     num_workers = max_workers or min(num_cores, -(-records.num_bytes // source.bytes_per_worker))
-    if num_workers <= 1:
+    if num_workers <= 1 or options is None:
         for batch in batches:
             yield encode_batch(batch, source, options)
         return
@@ -218,7 +202,6 @@ _worker_options: tuple[Source, ChatOptions]
 
 
 def _start_worker(source: Source, options: ChatOptions, num_threads: int) -> None:
-    """Prepares a worker process. Args: num_threads: its threads."""
     global _worker_options
     _worker_options = (source, options)
     if num_threads > 1:
@@ -229,18 +212,22 @@ def _encode_in_worker(entries: list[RecordEntry]) -> pa.Table:
     return encode_batch(entries, *_worker_options)
 
 
-def encode_batch(entries: list[RecordEntry], source: Source, options: ChatOptions) -> pa.Table:
-    """Returns the tokens of records, or their problems: see TokenizedSource.dataset."""
+def encode_batch(
+    entries: list[RecordEntry], source: Source, options: ChatOptions | None
+) -> pa.Table:
+    """Returns the tokens of records, or their problems: see TokenizedSource.dataset.
+    Args: options: None if the records are tokens."""
     columns: RecordEntry = {"tokens": np.zeros(0, np.int32)}
-    if source.is_chat and not options.has_full_loss:
+    has_spans = source.is_chat and options is not None and not options.has_full_loss
+    if has_spans or "labels" in entries[0]:
         columns["labels"] = columns["tokens"]
     if source.is_chat:
         columns[BARE_ANSWERS] = 0
     if source.num_documents > 1:
         columns[FIRST_TOKENS] = 0
+    columns |= source.values
     usable = [entry for entry in entries if entry["problem"] is None]
-    encoded = encode_records([entry[source.column] for entry in usable], source, options)
-    for entry, record in zip(usable, encoded, strict=True):
+    for entry, record in zip(usable, encode_records(usable, source, options), strict=True):
         if isinstance(record, str):
             entry["problem"] = record
             continue
@@ -249,25 +236,22 @@ def encode_batch(entries: list[RecordEntry], source: Source, options: ChatOption
         entry["labels"] = np.concatenate(labels)
         entry[BARE_ANSWERS] = sum(each.rendered.num_bare_answers for each in record)
         entry[FIRST_TOKENS] = len(record[0].tokens)
-    return _build_table(entries, columns | dict(source.values))
-
-
-_TYPES = {int: pa.int32(), float: pa.float64(), bool: pa.bool_()}
-"""Arrow types of columns with one value for each record, by the Python type of the values."""
-
-
-def _build_table(entries: list[RecordEntry], columns: RecordEntry) -> pa.Table:
-    """Returns place and problem of entries, and these columns, with the value of a bad record."""
     arrays = {
         name: pa.array([entry[name] for entry in entries], pa.string())
         for name in ("place", "problem")
     }
     for name, default in columns.items():
         values: list[Any] = [entry.get(name, default) for entry in entries]
-        has_lists = isinstance(default, np.ndarray)
-        array = cache.make_lists(values) if has_lists else pa.array(values, _TYPES[type(default)])
-        arrays[name] = array
+        arrays[name] = (
+            cache.make_lists(values)
+            if isinstance(default, np.ndarray)
+            else pa.array(values, _TYPES[type(default)])
+        )
     return pa.table(arrays)
+
+
+_TYPES = {int: pa.int32(), float: pa.float64(), bool: pa.bool_()}
+"""Arrow types of columns with one value for each record, by the Python type of the values."""
 
 
 class EncodedDocument(NamedTuple):
@@ -284,12 +268,19 @@ EncodedRecord = tuple[EncodedDocument, ...] | str
 
 
 def encode_records(
-    records: Sequence[str], source: Source, options: ChatOptions
+    entries: Sequence[RecordEntry], source: Source, options: ChatOptions | None
 ) -> list[EncodedRecord]:
-    """Returns the documents of texts, or of records as JSON; or their problem."""
+    """Returns the documents of records without a problem; or the problem that is found now."""
+    if options is None:
+        nothing = RenderedRecord(text="")
+        return [
+            (EncodedDocument(nothing, entry["input_ids"], entry.get("labels")),)
+            for entry in entries
+        ]
     rendered: dict[int, tuple[RenderedRecord, ...]] = {}
-    encoded: list[EncodedRecord] = [""] * len(records)
-    for index, record in enumerate(records):
+    encoded: list[EncodedRecord] = [""] * len(entries)
+    for index, entry in enumerate(entries):
+        record = entry[source.column]
         try:
             rendered[index] = (
                 chat.render_record(json.loads(record), options)
@@ -301,14 +292,13 @@ def encode_records(
     encoder = TextEncoder(options.tokenizer)
     encodings = iter(encoder.tokenize([*itertools.chain.from_iterable(rendered.values())]))
     for index, documents in rendered.items():
-        pairs = [*zip(documents, itertools.islice(encodings, len(documents)), strict=True)]
+        own = [next(encodings) for _ in documents]
+        encoded_documents = []
         try:
-            encoded_documents = []
-            for document, encoding in pairs:
+            for document, encoding in zip(documents, own, strict=True):
                 with chat.at_document(document.name):
-                    encoded_documents.append(
-                        EncodedDocument(document, *encoder.encode(document, encoding))
-                    )
+                    ids = encoder.encode(document, encoding)
+                encoded_documents.append(EncodedDocument(document, *ids))
             if source.has_common_loss_start:
                 _align_loss_starts(encoded_documents)
             encoded[index] = tuple(encoded_documents)
@@ -354,8 +344,6 @@ class Example(NamedTuple):
 def encode_examples(
     records: Records,
     *,
-    source: Source,
-    data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     num_records: int | None = None,
 ) -> Iterator[Example]:
@@ -363,30 +351,26 @@ def encode_examples(
 
     Args:
         num_records: None: the first one, and among the next ones one of each kind of chat.
-    Raises: UserError if there is none, and for a bad record before one, unless `data` skips them.
+    Raises: UserError if there is none, and for a bad record before one, unless they are skipped.
     """
+    source = records.source
+    data = records.data
     options = resolve_options(source, data=data, tokenizer=tokenizer)
     seen: set[str] = set()
     num_examples = 0
     for index, entry in enumerate(records.entries()):
-        is_done = num_examples and num_records is None
-        if num_examples == num_records or (is_done and index >= _MAX_SEARCHED):
+        is_searching = num_records is None and num_examples
+        if num_examples == num_records or (
+            is_searching and (index >= _MAX_SEARCHED or not source.is_chat)
+        ):
             break
         if entry["problem"] is not None:
             continue
         kinds = list_kinds(json.loads(entry["record"])) if source.is_chat else []
         kinds = [kind for kind in kinds if kind not in seen]
-        if is_done and not kinds:
-            if source.is_chat:
-                continue
-            break
-        encoded: EncodedRecord
-        if options is not None:
-            (encoded,) = encode_records([entry[source.column]], source, options)
-        else:
-            labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
-            tokens = np.asarray(entry["input_ids"], np.int32)
-            encoded = (EncodedDocument(RenderedRecord(text=""), tokens, labels),)
+        if is_searching and not kinds:
+            continue
+        (encoded,) = encode_records([entry], source, options)
         if isinstance(encoded, str):
             if data.on_bad_record == "skip":
                 continue

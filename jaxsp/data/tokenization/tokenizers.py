@@ -132,11 +132,29 @@ def serialize_files(tokenizer: "transformers.PreTrainedTokenizerBase") -> list[t
 def _load_as_in_file(
     tokenizer: "transformers.PreTrainedTokenizerBase", name: str
 ) -> tuple["transformers.PreTrainedTokenizerBase", list[str]]:
-    """Returns the tokenizer that tokenizer.json defines, and notes for the user.
+    """Returns the tokenizer that tokenizer.json defines, and notes for the user. Special tokens
+    that only the class of `tokenizer` names are kept if the file has them.
     Args: tokenizer: AutoTokenizer's for this name; returned if there is no tokenizer.json."""
+    import transformers
+    from transformers.utils import hub
+
     notes = []
-    from_file = _load_file(tokenizer, name)
-    if from_file is not None:
+    fast = transformers.PreTrainedTokenizerFast
+    if type(tokenizer) is not fast and hub.cached_file(
+        name,
+        _FILE,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    ):
+        from_file = fast.from_pretrained(name)
+        missing: dict[str, Any] = {
+            role: token
+            for role, token in tokenizer.special_tokens_map.items()
+            if role not in from_file.special_tokens_map
+            and from_file.backend_tokenizer.token_to_id(str(token)) is not None
+        }
+        if missing:
+            from_file = fast.from_pretrained(name, **missing)
         if tokenizer(_PROBE)["input_ids"] != from_file(_PROBE)["input_ids"]:
             notes.append(
                 f"{name}: transformers' AutoTokenizer loads a {type(tokenizer).__name__} that "
@@ -162,36 +180,6 @@ def correct_file(directory: pathlib.Path) -> None:
         backend = tokenizers.Tokenizer.from_file(str(path))
         if _correct_split(backend):
             backend.save(str(path))
-
-
-def _load_file(
-    tokenizer: "transformers.PreTrainedTokenizerBase", name: str
-) -> "transformers.PreTrainedTokenizerFast | None":
-    """Loads a tokenizer from tokenizer.json; None if `tokenizer` was, or there is no such file.
-    Special tokens that only the class of `tokenizer` names are kept if the file has them."""
-    import transformers
-    from transformers.utils import hub
-
-    fast = transformers.PreTrainedTokenizerFast
-    if type(tokenizer) is fast:
-        return None
-    path = hub.cached_file(
-        name,
-        _FILE,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if path is None:
-        return None
-    from_file = fast.from_pretrained(name)
-    own_tokens = from_file.special_tokens_map
-    backend = from_file.backend_tokenizer
-    missing: dict[str, Any] = {
-        role: token
-        for role, token in tokenizer.special_tokens_map.items()
-        if role not in own_tokens and backend.token_to_id(str(token)) is not None
-    }
-    return fast.from_pretrained(name, **missing) if missing else from_file
 
 
 def _correct_split(backend: "tokenizers.Tokenizer | None") -> bool:

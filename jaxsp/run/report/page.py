@@ -77,7 +77,7 @@ def read_run(directory: pathlib.Path) -> RunRecord:
 
 
 def _read_lines(path: pathlib.Path, *, key: str = "step") -> list[Line]:
-    """Returns the records of a file that have a step; the last line may be incomplete."""
+    """Records of a file that have a step; the last line may be incomplete."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     records = [files.parse_json(line) or {} for line in lines]
     return [record for record in records if type(record.get(key)) is int]
@@ -95,13 +95,21 @@ def render(runs: Sequence[RunRecord]) -> str:
     environment = jinja2.Environment(autoescape=True)
     configs = [dict(yaml_io.flatten(run.config)) for run in runs]
     texts = [{name: yaml_io.format_value(x) for name, x in config.items()} for config in configs]
+    results = [
+        {
+            f"{name}: {field}": comparison.format_number(value)
+            for name, lines in run.results.items()
+            for field, value in comparison.list_numbers(lines[-1]).items()
+        }
+        for run in runs
+    ]
     return environment.from_string(template).render(
         names=[run.name for run in runs],
         created=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         summary=_tabulate(map(_summarize, runs)),
         differences=[x for x in _tabulate(texts) if len({*x[1:]}) > 1 and x[0] != "run.directory"],
         charts=draw(runs),
-        results=_tabulate(map(_list_results, runs)),
+        results=_tabulate(results),
         memory=_tabulate(map(_list_memory, runs)),
         configs=[(run.name, yaml_io.dump(dict(run.config))) for run in runs],
         plotly=plotly.offline.get_plotlyjs(),
@@ -129,15 +137,6 @@ def _summarize(run: RunRecord) -> dict[str, str]:
         "Attention": f"{start.get('strategy') or 'whole rows'}, {start.get('kernel')}",
         "Starts": str(len(run.starts)),
         "Non-finite steps": str(run.num_nonfinite),
-    }
-
-
-def _list_results(run: RunRecord) -> dict[str, str]:
-    """Last numbers of each eval set and task."""
-    return {
-        f"{name}: {field}": comparison.format_number(value)
-        for name, lines in run.results.items()
-        for field, value in comparison.list_numbers(lines[-1]).items()
     }
 
 

@@ -40,10 +40,7 @@ class TrackedRun:
 
 
 class Client(abc.ABC):
-    """Connection of a run to a tracker.
-
-    Each method may raise any exception: the run then continues without the tracker.
-    """
+    """Connection of a run to a tracker. If a method raises, the run continues without it."""
 
     @abc.abstractmethod
     def log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -79,7 +76,7 @@ class Service(Tracker):
     run.directory if it is not set."""
 
     def find_project(self, variable: str) -> str:
-        """Returns project, else the value of a variable of the environment, else the default."""
+        """project, else the value of a variable of the environment, else the default."""
         return self.project or os.environ.get(variable) or "jaxsp"
 
     def find_name(self, variable: str, run: TrackedRun) -> str:

@@ -244,10 +244,9 @@ def test_marks_of_loops_find_the_same_spans_as_prefixes(tokenizer, name):
         )
         indices = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         expected = find_by_prefixes(messages, indices, render)
-        spans = span_search.find_spans(messages, indices, render(messages)[0], render)
-        assert spans is not None
+        spans, _ = span_search.find_spans(messages, indices, render(messages)[0], render)
         if expected is not None:
-            assert [each.span for each in spans] == expected
+            assert spans == expected
             num_compared += 1
     assert num_compared or name == "thinking", "its last message has thinking, unless others follow"
 
@@ -502,9 +501,7 @@ def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, templa
 def test_a_span_without_the_content_of_its_message_is_refused():
     whole = "ask another answ<|im_end|>\n"
     with pytest.raises(UserError, match=r"message 2 \(assistant\)"):
-        template_text.check_span(
-            TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion=""
-        )
+        template_text.check_span(TALK, [1], whole, (4, len(whole)), opening=("", ""), suggestion="")
 
 
 def test_only_thinking_may_precede_the_content():
@@ -595,6 +592,20 @@ def test_marks_that_do_not_match_assistant_messages_are_refused(tokenizer, templ
         talk = [*TALK, TALK[0], talk[-1]]
     with assert_refused("{% generation %}", *parts):
         encode({"messages": talk}, tokenizer, template)
+
+
+def test_a_tool_result_may_repeat_the_name_of_its_call_outside_the_marks(tokenizer):
+    template = chats.MARKED.replace(
+        "{{ message.content +",
+        "{{ loop.previtem.tool_calls[0].function.name if message.role == 'tool' }}"
+        "{{ message.content +",
+    )
+    talk = [*CALLED, {"role": "tool", "content": "t"}, TALK[1]]
+    expected = [SHOWN["chatml"][1]({"content": ""} | message) for message in (CALLED[1], TALK[1])]
+    assert "weathert<|im_end|>" in tokenizer.decode(
+        encode({"messages": talk}, tokenizer, template)[0]
+    )
+    assert learned_texts({"messages": talk}, tokenizer, template) == expected
 
 
 def test_marks_may_leave_out_earlier_messages_and_their_thinking(tokenizer):

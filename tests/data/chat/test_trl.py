@@ -1,5 +1,6 @@
 """Tests of ids and labels against TRL's SFTTrainer, for the same records and templates."""
 
+import contextlib
 import json
 import random
 import types
@@ -236,9 +237,10 @@ def test_spans_are_those_of_prefixes_where_these_are_known(path):
         render = TemplateRenderer(record, tokenizer=tokenizer, template=template, with_marks=False)
         indices = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
         expected = test_chat.find_by_prefixes(messages, indices, render)
-        actual = span_search.find_spans(messages, indices, render(messages)[0], render)
-        if expected is not None and actual is not None:
-            assert [each.span for each in actual] == expected
+        if expected is not None:
+            with contextlib.suppress(UserError):  # the spans are unknown
+                actual, _ = span_search.find_spans(messages, indices, render(messages)[0], render)
+                assert actual == expected
 
 
 @pytest.mark.parametrize(

@@ -145,11 +145,7 @@ def test_parts_of_a_source_become_their_own_tokens(tmp_path):
         source = make_source(source="file.parquet", format="tokens", split=split)
         data = DataConfig(train=[source], row_tokens=8)
         records = sources.read(source, data=data)
-        results.append(
-            tokenize.tokenize_dataset(
-                records, source=source, data=data, tokenizer=None, vocab_size=9
-            )
-        )
+        results.append(tokenize.tokenize_dataset(records, tokenizer=None, vocab_size=9))
     assert Documents([tokenized.dataset for tokenized in results]).lengths.tolist() == list(
         range(2, 11)
     )

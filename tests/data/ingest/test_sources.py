@@ -4,11 +4,12 @@ import json
 import os
 import time
 
+import datasets
 import pytest
 
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.ingest import cache, source_files, sources
+from jaxsp.data.ingest import cache, sources
 from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names, numbers
@@ -238,50 +239,27 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "x"}')
 
     def check(*given):
-        configs = {
-            f"data.train.{number}": make_source(format="text", **fields)
+        records = {
+            f"data.train.{number}": sources.read(
+                make_source(format="text", **fields), data=settings()
+            )
             for number, fields in enumerate(given)
         }
-        sources.check_no_duplicates(configs)
+        sources.check_no_duplicates(records)
 
     check(
         {"source": "a.jsonl"},
         {"source": "b.jsonl"},
         {"source": "a.jsonl", "fields": {"text": "body"}},
     )
-    check({"source": "name/on_the_hub"}, {"source": "name/on_the_hub"})
+    datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk("saved")
+    check({"source": "saved"}, {"source": "saved"})
     for other in ("./a.jsonl", "*.jsonl"):
         with pytest.raises(UserError) as caught:
             check({"source": "a.jsonl"}, {"source": other, "name": "other", "weight": 2.0})
         assert_names(
             caught.value.problems[0], "a.jsonl", "weight", start=f"data.train.1.source = {other}: "
         )
-
-
-def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}')
-    find = source_files.find_files
-    listed = []
-    monkeypatch.setattr(
-        source_files, "find_files", lambda *args: listed.append(args) or find(*args)
-    )
-
-    def count(*given):
-        listed.clear()
-        configs = {
-            f"data.train.{number}": make_source(format="text", **fields)
-            for number, fields in enumerate(given)
-        }
-        sources.check_no_duplicates(configs)
-        return len(listed)
-
-    other = {"source": "*.jsonl", "fields": {"text": "body"}}
-    assert count({"source": "*.jsonl"}) == 0
-    assert count({"source": "*.jsonl"}, other) == 0
-    (tmp_path / "b.jsonl").write_text('{"text": "x"}')
-    assert count({"source": "a*.jsonl"}, {"source": "b*.jsonl"}, other) == 2
 
 
 def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path):

@@ -137,9 +137,6 @@ def test_errors_name_the_url_and_the_line(files):
 def test_two_sources_cannot_read_the_same_object(files):
     files.pipe_file(f"{BUCKET}/same/a.txt", b"x")
     urls = (f"s3://{BUCKET}/same/a.txt", f"s3://{BUCKET}/same/*.txt")
-    configs = {
-        f"data.train.{number}": make_source(source=url, format="text", name=str(number))
-        for number, url in enumerate(urls)
-    }
+    records = {url: sources.read(make_source(source=url, format="text"), data=DATA) for url in urls}
     with pytest.raises(UserError, match="count twice"):
-        sources.check_no_duplicates(configs)
+        sources.check_no_duplicates(records)

@@ -417,9 +417,7 @@ def test_skipped_records_are_named(tmp_path):
     config = test_loader.settings_of(on_bad_record="skip")
     source = make_source(source=str(tmp_path / "a.jsonl"), format="tokens")
     read = sources.read(source, data=config.data)
-    new_tokenizer = tokenize.tokenize_dataset(
-        read, source=source, data=config.data, tokenizer=None, vocab_size=9
-    )
+    new_tokenizer = tokenize.tokenize_dataset(read, tokenizer=None, vocab_size=9)
     documents = Documents([new_tokenizer.dataset], source_names=["a"], row_tokens=32)
     data = test_loader.pack(documents, config, digests=[new_tokenizer.stats.digest])
     actual = summary.describe_data(

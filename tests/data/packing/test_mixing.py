@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import mixing
-from jaxsp.data.packing.mixing import RowStream
+from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs, Segments
 
 FRACTIONS = (0.55, 0.3, 0.15)
@@ -105,24 +104,24 @@ def laid_out(schedule):
 
 @pytest.mark.parametrize("many", [{"num_steps": 5}, {"end_row": 19}])
 def test_a_schedule_continues_from_the_consumed_rows(many):
-    straight = mixing.build_schedule(begin_row=1, rows_per_step=4, **many)
+    straight = RowSchedule(begin_row=1, rows_per_step=4, **many)
     for done in range(len(straight) + 1):
         rest = many if "end_row" in many else {"num_steps": 5 - done}
         begin = straight.rows_consumed(done)
-        after = mixing.build_schedule(begin_row=begin, rows_per_step=4, **rest)
+        after = RowSchedule(begin_row=begin, rows_per_step=4, **rest)
         assert laid_out(after) == laid_out(straight)[done:]
 
 
 def test_a_schedule_ends_with_the_last_row():
-    actual = mixing.build_schedule(begin_row=10, rows_per_step=4, end_row=19)
+    actual = RowSchedule(begin_row=10, rows_per_step=4, end_row=19)
     assert laid_out(actual) == [(10, 4), (14, 4), (18, 1)]
     assert [actual.rows_consumed(step) for step in range(4)] == [10, 14, 18, 19]
-    assert len(mixing.build_schedule(begin_row=20, rows_per_step=4, end_row=19)) == 0
+    assert len(RowSchedule(begin_row=20, rows_per_step=4, end_row=19)) == 0
 
 
 def test_a_schedule_takes_no_memory_for_its_steps():
-    actual = mixing.build_schedule(begin_row=5, rows_per_step=4, num_steps=10**9)
+    actual = RowSchedule(begin_row=5, rows_per_step=4, num_steps=10**9)
     assert actual.step_rows(10**9 - 1) == (5 + 4 * (10**9 - 1), 4)
     assert (actual.rows_consumed(10**9), actual.num_rows) == (5 + 4 * 10**9, 4 * 10**9)
     with pytest.raises(UserError, match=r"^run\.steps: .*\b1[0,]{9,} .*\b1[0,]+"):
-        mixing.build_schedule(begin_row=0, rows_per_step=4, num_steps=10**20)
+        RowSchedule(begin_row=0, rows_per_step=4, num_steps=10**20)

@@ -48,8 +48,6 @@ def tokenized(records, tokenizer, format="preference", **data):
     with at(FIELD, "a.jsonl"):
         return tokenize.tokenize_dataset(
             sources.read(source, data=config),
-            source=source,
-            data=config,
             tokenizer=tokenizer,
             vocab_size=100_000,
         )
@@ -189,7 +187,6 @@ def test_columns_and_statistics_of_records_of_two_documents(tokenizer):
     for values, expected in zip(columns, (-1.25, -3.0), strict=True):
         assert values[1] == expected
         assert np.isnan([values[index] for index in (0, 2, 3, 4)]).all()
-    result.stats.check_lengths(dataset)
     assert result.stats.extreme_ids["tokens"][1][0] == max(map(max, dataset["tokens"][:4]))
     feedback = [
         {"prompt": "q", "completion": "a", "label": "false"},

@@ -50,8 +50,6 @@ def tokenize(name, *, format="text", tokenizer=None, vocab_size=100_000, **data)
     with at(FIELD, name):
         return text.tokenize_dataset(
             sources.read(config.train[0], data=config),
-            source=config.train[0],
-            data=config,
             tokenizer=tokenizer or tokenizers.make_byte_tokenizer(),
             vocab_size=vocab_size,
         )
@@ -489,8 +487,6 @@ concurrent.futures.ProcessPoolExecutor = count_workers
 records = sources.read(data.train[0], data=data)
 tokenized = tokenize.tokenize_dataset(
     records,
-    source=data.train[0],
-    data=data,
     tokenizer=tokenizers.make_byte_tokenizer(),
     vocab_size=257,
 )
@@ -552,21 +548,23 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path):
 def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     write(tmp_path / "a.jsonl", {"messages": TALK[:1]}, CHAT, CHAT)
     config = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
-    how = {"source": config.train[0], "tokenizer": chats.tokenizer()}
+    how = {"tokenizer": chats.tokenizer()}
     records = sources.read(config.train[0], data=config)
-    (example,) = text.encode_examples(records, data=config, **how)
-    assert len(list(text.encode_examples(records, data=config, **how, num_records=5))) == 2
+    (example,) = text.encode_examples(records, **how)
+    assert len(list(text.encode_examples(records, **how, num_records=5))) == 2
     place, tokens, labels, _ = example
-    result = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
+    result = text.tokenize_dataset(records, vocab_size=1000, **how).dataset[1]
     assert (place, tokens.tolist(), labels.tolist()) == (
         result["place"],
         result["tokens"],
         result["labels"],
     )
     assert np.any(labels != -100)
-    strict = config.model_copy(update={"on_bad_record": "error"})
+    strict = sources.read(
+        config.train[0], data=config.model_copy(update={"on_bad_record": "error"})
+    )
     with pytest.raises(UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
-        list(text.encode_examples(records, data=strict, **how))
+        list(text.encode_examples(strict, **how))
 
 
 DATED = "{{ strftime_now('%d %B') }}:" + chats.THINKING

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int32
 
 from jaxsp.attention.kernels.cudnn.cudnn_bins import CallBins
 from jaxsp.attention.kernels.kernel import ScoreConfig
+from jaxsp.attention.kernels.residuals import Gradients, Saved
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 CUSTOM_CALL_PREFIX = "__cudnn$fmha"
@@ -103,17 +104,9 @@ def forward(
     return out, lse
 
 
-def backward(
-    call_mask: CallMask,
-    score: ScoreConfig,
-    lse: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    dout: Array,
-) -> tuple[Array, Array, Array]:
+def backward(call_mask: CallMask, score: ScoreConfig, saved: Saved) -> Gradients:
     """dq, dk and dv; undefined at tokens of no segment if the call has bins or segments."""
+    q, k, v, out, dout, lse = saved
     operands = _operands(q, k, v, call_mask)
     params = _primitive_params(q, call_mask, score)
     dq, dk, dv = _library()._dot_product_attention_bwd_p.bind(*operands, lse, out, dout, **params)

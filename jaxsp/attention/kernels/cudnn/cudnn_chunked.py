@@ -6,7 +6,7 @@ input arrays.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsp.attention.kernels.cudnn.cudnn_masks import MaskedCall
+from jaxsp.attention.kernels.residuals import Gradients, Saved
 
 
 def forward(
@@ -58,16 +59,8 @@ def forward(
 
 
 def backward(
-    calls: Sequence[MaskedCall],
-    inside_BL: Array | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    head_chunks: int,
-) -> tuple[Array, Array, Array]:
+    calls: Sequence[MaskedCall], inside_BL: Array | None, saved: Saved, head_chunks: int
+) -> Gradients:
     """dq, dk and dv of all calls together, 0 outside segments.
 
     Memory: the inputs, and one chunk's slice of the inputs and of the gradients. A chunk's
@@ -76,6 +69,7 @@ def backward(
 
     Args: inside_BL: mask of the tokens in a segment; None: all tokens.
     """
+    q, k, v, out, dout, lse = saved
     heads = _HeadChunks(q.shape[2], k.shape[2], head_chunks)
     B, L, g, K = k.shape
     start: tuple[Array, ...] = (q, k, v)
@@ -88,21 +82,33 @@ def backward(
         kv_slice = heads.kv_slice(chunk)
         keys, values = (k, v) if heads.is_kv_shared else results[1:]
         lse_chunk = dataclasses.replace(query_slice, axis=1).read(lse)
-        inputs = (
-            query_slice.read(results[0]),
-            kv_slice.read(keys),
-            kv_slice.read(values),
-            query_slice.read(out),
-            query_slice.read(dout),
-            lse_chunk,
+        inputs = Saved(
+            q=query_slice.read(results[0]),
+            k=kv_slice.read(keys),
+            v=kv_slice.read(values),
+            out=query_slice.read(out),
+            dout=query_slice.read(dout),
+            lse=lse_chunk,
         )
         for index, call in enumerate(calls):
             is_last = index == len(calls) - 1
-            mask_BL = inside_BL if is_last else None
-            gradients = call.backward(*inputs)
-            slices = (query_slice, kv_slice)
-            zero_outside = functools.partial(_zero_outside, mask_BL, after=inputs[0])
-            results = _write_gradients(results, slices, gradients, call, index == 0, zero_outside)
+            dq, dk, dv = call.backward(inputs)
+            write = functools.partial(
+                _write_gradient,
+                written_BL=call.inside_BL if index else None,
+                inside_BL=inside_BL if is_last else None,
+                after=inputs.q,
+            )
+            if heads.is_kv_shared:
+                dkv = _add_gradient(results[1], kv_slice.shift(0), dk, call=call)
+                dkv = _add_gradient(dkv, kv_slice.shift(g), dv, call=call)
+                results = write(results[0], query_slice, dq), dkv
+            else:
+                results = (
+                    write(results[0], query_slice, dq),
+                    write(results[1], kv_slice, dk),
+                    write(results[2], kv_slice, dv),
+                )
             if not is_last:
                 # The inputs include lse. Otherwise XLA expands it for all calls in one operation,
                 # and the softmax statistics of all calls are live at the same time.
@@ -169,48 +175,23 @@ class _HeadChunks:
         return _HeadSlice(first, size, size == self.num_kv_heads)
 
 
-def _write_gradients(
-    results: tuple[Array, ...],
-    slices: tuple[_HeadSlice, _HeadSlice],
-    gradients: tuple[Array, Array, Array],
-    call: MaskedCall,
-    is_first: bool,
-    zero_outside: Callable[[Array], Array],
-) -> tuple[Array, ...]:
-    """Writes a call's gradients into dq, dk and dv, or into dq and the sums of dk and dv."""
-    write = functools.partial(
-        _write_gradient, call=call, is_first=is_first, zero_outside=zero_outside
-    )
-    query_slice, kv_slice = slices
-    dq, dk, dv = gradients
-    if len(results) == 3:
-        return (
-            write(results[0], query_slice, dq),
-            write(results[1], kv_slice, dk),
-            write(results[2], kv_slice, dv),
-        )
-    dk_slice = kv_slice.shift(0)
-    dv_slice = kv_slice.shift(results[1].shape[2] // 2)
-    dkv = _add_gradient(results[1], dk_slice, dk, call=call)
-    dkv = _add_gradient(dkv, dv_slice, dv, call=call)
-    return write(results[0], query_slice, dq), dkv
-
-
 def _write_gradient(
     total: Array,
     head_slice: _HeadSlice,
     gradient: Array,
     *,
-    call: MaskedCall,
-    is_first: bool,
-    zero_outside: Callable[[Array], Array],
+    written_BL: Array | None,
+    inside_BL: Array | None,
+    after: Array,
 ) -> Array:
-    """Writes a call's gradient over that of earlier calls in `total`, and 0 outside segments."""
-    if not is_first:
-        assert call.inside_BL is not None, "several calls need masks"
+    """Writes a call's gradient over that of earlier calls in `total`, and 0 outside segments.
+
+    Args: written_BL: the call's tokens; None: all. inside_BL, after: see `_zero_outside`.
+    """
+    if written_BL is not None:
         earlier = head_slice.read(total)
-        gradient = jnp.where(call.inside_BL[..., None, None], gradient, earlier)
-    return head_slice.write(total, zero_outside(gradient))
+        gradient = jnp.where(written_BL[..., None, None], gradient, earlier)
+    return head_slice.write(total, _zero_outside(inside_BL, gradient, after=after))
 
 
 def _add_gradient(

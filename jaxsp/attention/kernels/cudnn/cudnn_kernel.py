@@ -9,11 +9,10 @@ cudnn_bins.py).
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array
 
 from jaxsp.attention.kernels.cudnn import (
     cudnn_bins,
@@ -34,128 +33,9 @@ from jaxsp.attention.kernels.kernel import (
     ScoreConfig,
     UnsupportedReason,
 )
-from jaxsp.attention.kernels.residuals import AttentionFunctions
-from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.attention.kernels.residuals import AttentionFunctions, Gradients, Saved
+from jaxsp.attention.kernels.segments import OffDiagonalBlock, Segments
 from jaxsp.core.errors import UserError
-
-
-def forward(
-    q: Float[Array, "B L h K"],
-    k: Float[Array, "B L g K"],
-    v: Float[Array, "B L g K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    tables: SegmentTables | None = None,
-    *,
-    score: ScoreConfig,
-    head_chunks: int = 1,
-    capacity_factor: int = cudnn_bins.CAPACITY_FACTOR,
-    copies_segments: bool = False,
-) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
-    """Causal softmax attention inside each segment: output, 0 at padding, and log-sum-exp,
-    undefined at padding.
-
-    Padding in the inputs must be finite: cuDNN reads beyond a segment and multiplies by 0.
-
-    Rows with one slot (M = 1) are computed as a whole. Their segment must begin at the row's first
-    token; otherwise the output is NaN.
-
-    Args:
-        tables: result of `cudnn_bins.make_tables` for these segments; None: computed here.
-        score: without a softcap.
-        head_chunks: number of chunks of the heads, computed one after another; one of
-            `cudnn_memory.legal_head_chunks`.
-        capacity_factor: one of `cudnn_bins.CAPACITY_FACTORS`.
-        copies_segments: see `KernelSettings`.
-    Raises: nothing. The caller must check `cudnn_limits.unsupported_reasons`.
-    Source: for finite padding, NVIDIA/cudnn-frontend issue 624.
-    """
-    calls, inside_BL = cudnn_masks.make_row_calls(
-        starts_BM,
-        lengths_BM,
-        tables,
-        q.shape[1],
-        capacity_factor=capacity_factor,
-        score=score,
-        copies_segments=copies_segments,
-    )
-    return cudnn_chunked.forward(calls, inside_BL, q, k, v, head_chunks)
-
-
-def backward(
-    q: Float[Array, "B L h K"],
-    k: Float[Array, "B L g K"],
-    v: Float[Array, "B L g K"],
-    out: Float[Array, "B L h K"],
-    lse: Float32[Array, "B h L"],
-    dout: Float[Array, "B L h K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    tables: SegmentTables | None = None,
-    *,
-    score: ScoreConfig,
-    head_chunks: int = 1,
-    capacity_factor: int = cudnn_bins.CAPACITY_FACTOR,
-    copies_segments: bool = False,
-) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
-    """dq, dk and dv, 0 at padding. `out` and `lse` may include keys that are not in `k`.
-
-    Args: as for `forward`.
-    """
-    calls, inside_BL = cudnn_masks.make_row_calls(
-        starts_BM,
-        lengths_BM,
-        tables,
-        q.shape[1],
-        capacity_factor=capacity_factor,
-        score=score,
-        copies_segments=copies_segments,
-    )
-    return cudnn_chunked.backward(calls, inside_BL, q, k, v, out, lse, dout, head_chunks)
-
-
-def off_diagonal_forward(
-    q: Float[Array, "R C h K"],
-    k: Float[Array, "R D g K"],
-    v: Float[Array, "R D g K"],
-    block: OffDiagonalBlock,
-    *,
-    score: ScoreConfig,
-    head_chunks: int = 1,
-) -> tuple[Float[Array, "R C h K"], Float32[Array, "R h C"]]:
-    """Output and log-sum-exp of the block's queries over its keys, without a mask.
-
-    Both are undefined for other queries.
-    """
-    k = _roll_tokens(k, block.first_key_B)
-    v = _roll_tokens(v, block.first_key_B)
-    return cudnn_chunked.forward([OffDiagonalCall(block, score)], None, q, k, v, head_chunks)
-
-
-def off_diagonal_backward(
-    q: Float[Array, "R C h K"],
-    k: Float[Array, "R D g K"],
-    v: Float[Array, "R D g K"],
-    out: Float[Array, "R C h K"],
-    lse: Float32[Array, "R h C"],
-    dout: Float[Array, "R C h K"],
-    block: OffDiagonalBlock,
-    *,
-    score: ScoreConfig,
-    head_chunks: int = 1,
-) -> tuple[Float[Array, "R C h K"], Float[Array, "R D g K"], Float[Array, "R D g K"]]:
-    """dq, dk and dv of the block's queries and keys, undefined elsewhere.
-
-    `out` and `lse` may include keys that are not in the block.
-    """
-    k = _roll_tokens(k, block.first_key_B)
-    v = _roll_tokens(v, block.first_key_B)
-    dq, dk, dv = cudnn_chunked.backward(
-        [OffDiagonalCall(block, score)], None, q, k, v, out, lse, dout, head_chunks
-    )
-    dk = _roll_tokens(dk, -block.first_key_B)
-    dv = _roll_tokens(dv, -block.first_key_B)
-    return dq, dk, dv
 
 
 def _roll_tokens(x_RDgK: Array, shift_R: Array) -> Array:
@@ -187,39 +67,55 @@ class CudnnKernel(Kernel):
     def make_row_functions(
         self, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
-        options: dict[str, Any] = {
-            "score": score,
-            "head_chunks": settings.head_chunks,
-            "capacity_factor": settings.capacity_factor,
-            "copies_segments": settings.copies_segments,
-        }
-        return AttentionFunctions(
-            functools.partial(forward, **options), functools.partial(backward, **options)
+        """Outputs and gradients are 0 at padding, where log-sum-exps are undefined. Inputs must be
+        finite there: cuDNN reads beyond a segment and multiplies by 0.
+
+        Rows with one slot (M = 1) are computed as a whole. Their segment must begin at the row's
+        first token; otherwise the output is NaN.
+
+        Source: for finite padding, NVIDIA/cudnn-frontend issue 624.
+        """
+        make_calls = functools.partial(
+            cudnn_masks.make_row_calls,
+            score=score,
+            capacity_factor=settings.capacity_factor,
+            copies_segments=settings.copies_segments,
         )
 
+        def forward(q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
+            calls, inside_BL = make_calls(segments, q.shape[1])
+            return cudnn_chunked.forward(calls, inside_BL, q, k, v, settings.head_chunks)
+
+        def backward(saved: Saved, segments: Segments) -> Gradients:
+            calls, inside_BL = make_calls(segments, saved.q.shape[1])
+            return cudnn_chunked.backward(calls, inside_BL, saved, settings.head_chunks)
+
+        return AttentionFunctions(forward, backward)
+
     def make_chunk_kernel(self, settings: KernelSettings, score: ScoreConfig) -> ChunkKernel:
-        chunks: dict[str, Any] = {"score": score, "head_chunks": settings.head_chunks}
-        packed = self.make_row_functions(settings, score)
+        def forward(q: Array, k: Array, v: Array, block: OffDiagonalBlock) -> tuple[Array, Array]:
+            calls = [OffDiagonalCall(score=score, block=block)]
+            k, v = (_roll_tokens(x, block.first_key_B) for x in (k, v))
+            return cudnn_chunked.forward(calls, None, q, k, v, settings.head_chunks)
+
+        def backward(saved: Saved, block: OffDiagonalBlock) -> Gradients:
+            calls = [OffDiagonalCall(score=score, block=block)]
+            k, v = (_roll_tokens(x, block.first_key_B) for x in (saved.k, saved.v))
+            rolled = saved._replace(k=k, v=v)
+            dq, dk, dv = cudnn_chunked.backward(calls, None, rolled, settings.head_chunks)
+            dk, dv = (_roll_tokens(x, -block.first_key_B) for x in (dk, dv))
+            return dq, dk, dv
+
         return ChunkKernel(
-            forward=packed.forward,
-            backward=packed.backward,
-            off_diagonal_forward=functools.partial(off_diagonal_forward, **chunks),
-            off_diagonal_backward=functools.partial(off_diagonal_backward, **chunks),
+            packed=self.make_row_functions(settings, score),
+            off_diagonal=AttentionFunctions(forward, backward),
         )
 
     def make_tables(
-        self,
-        settings: KernelSettings,
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-        *,
-        row_tokens: int,
+        self, settings: KernelSettings, rows: Segments, row_tokens: int
     ) -> SegmentTables | None:
         return cudnn_bins.make_tables(
-            starts_BM,
-            lengths_BM,
-            row_tokens=row_tokens,
-            capacity_factor=settings.capacity_factor,
+            *rows[:2], row_tokens=row_tokens, capacity_factor=settings.capacity_factor
         )
 
     def unsupported_reasons(

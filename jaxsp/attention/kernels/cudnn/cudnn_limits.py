@@ -40,18 +40,17 @@ def unsupported_reasons(
     if capability == (0, 0):
         reason = f"needs NVIDIA GPUs, and there is {device_kinds}"
         return [UnsupportedReason(reason, _OTHER_KERNEL)]
+    reasons = []
+    if capability < (8, 0):
+        actual = f"and {device_kinds} has compute capability {capability[0]}.{capability[1]}"
+        reason = f"needs an NVIDIA A100 or newer, {actual}"
+        reasons.append(UnsupportedReason(reason, _OTHER_KERNEL))
     return [
-        *_check_gpu(capability, device_kinds),
+        *reasons,
         *_check_workload(workload, capability),
         *_check_versions(workload, capability, devices),
         *_check_deterministic(workload, capability, device_bytes),
     ]
-
-
-def _check_gpu(capability: tuple[int, int], device_kinds: str) -> Iterator[UnsupportedReason]:
-    actual = f"and {device_kinds} has compute capability {capability[0]}.{capability[1]}"
-    if capability < (8, 0):
-        yield UnsupportedReason(f"needs an NVIDIA A100 or newer, {actual}", _OTHER_KERNEL)
 
 
 def _check_workload(
@@ -76,40 +75,29 @@ def _check_workload(
             f"computes no softcap, and the model caps attention scores at {workload.softcap:g}",
             _OTHER_KERNEL,
         )
-    if workload.row_tokens % ROW_MULTIPLE:
-        yield _row_multiple_reason(workload)
-    if not cudnn_memory.legal_head_chunks(workload):
-        yield _row_limit_reason(workload)
-
-
-def _row_multiple_reason(workload: KernelWorkload) -> UnsupportedReason:
     multiple = workload.row_multiple(ROW_MULTIPLE)
-    _, row_tokens = workload.whole_row_shape
-    below = row_tokens // multiple * multiple
-    nearest = errors.format_choices(n for n in (below, below + multiple) if n)
-    rows = "rows"
-    if workload.chunks_per_row > 1:
-        rows = f"rows in {workload.chunks_per_row} chunks"
-    return UnsupportedReason(
-        f"needs {rows} of a multiple of {multiple} tokens, and data.row_tokens is {row_tokens}",
-        f"Use data.row_tokens={nearest}, or attention.kernel=blockwise.",
-    )
-
-
-def _row_limit_reason(workload: KernelWorkload) -> UnsupportedReason:
-    multiple = workload.row_multiple(ROW_MULTIPLE)
-    chunk_limit = MAX_ELEMENTS // workload.head_dim // workload.num_rows
-    longest = chunk_limit * workload.chunks_per_row // multiple * multiple
     num_rows, row_tokens = workload.whole_row_shape
-    tokens = f"{num_rows} x {row_tokens:,} tokens"
-    if workload.chunks_per_row > 1:
-        per_device = workload.chunks_per_device
-        tokens += f" in {workload.chunks_per_row} chunks, of which a device has {per_device},"
-    return UnsupportedReason(
-        f"counts elements of packed rows up to 2**31, and one head of {tokens} has more",
-        f"Use data.row_tokens={longest} or less, data.max_segments_per_row=1, or "
-        "attention.kernel=blockwise.",
-    )
+    num_chunks = workload.chunks_per_row
+    if workload.row_tokens % ROW_MULTIPLE:
+        below = row_tokens // multiple * multiple
+        nearest = errors.format_choices(n for n in (below, below + multiple) if n)
+        rows = "rows" if num_chunks == 1 else f"rows in {num_chunks} chunks"
+        yield UnsupportedReason(
+            f"needs {rows} of a multiple of {multiple} tokens, and data.row_tokens is {row_tokens}",
+            f"Use data.row_tokens={nearest}, or attention.kernel=blockwise.",
+        )
+    if not cudnn_memory.legal_head_chunks(workload):
+        chunk_limit = MAX_ELEMENTS // workload.head_dim // workload.num_rows
+        longest = chunk_limit * num_chunks // multiple * multiple
+        tokens = f"{num_rows} x {row_tokens:,} tokens"
+        if num_chunks > 1:
+            per_device = workload.chunks_per_device
+            tokens += f" in {num_chunks} chunks, of which a device has {per_device},"
+        yield UnsupportedReason(
+            f"counts elements of packed rows up to 2**31, and one head of {tokens} has more",
+            f"Use data.row_tokens={longest} or less, data.max_segments_per_row=1, or "
+            "attention.kernel=blockwise.",
+        )
 
 
 def _check_versions(

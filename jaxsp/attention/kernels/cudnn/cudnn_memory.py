@@ -127,31 +127,24 @@ def _call_bins(workload: KernelWorkload, split: CallSplit) -> list[tuple[int, in
     return [(call.num_bins, call.bin_tokens) for call in calls]
 
 
-def needs_score_workspace(*, deterministic: bool, devices: Sequence[Device]) -> bool:
-    """True if cuDNN's backward pass writes the gradients of all scores to memory: quadratic in the
-    row length.
-
-    A deterministic backward pass does so on every GPU except Blackwell (compute capability 10.x).
-    On Hopper, cuDNN 9.25 also has one with linear memory, but it must be requested by
-    cudnn-frontend (PR 398, July 2026, in 1.27), which is compiled into jaxlib. No jaxlib that jaxsp
-    supports has it: XLA upgraded to 1.26 in September 2026 (openxla/xla PR 48168), and the binaries
-    of jaxlib 0.10.1, 0.11.2 and 0.12.0.1 for CUDA 12 never compare cuDNN's version with 9.25.
-    Source: use_dp_workspace in NVIDIA/cudnn-frontend, node/scaled_dot_product_flash_attention.h.
-    """
-    return deterministic and lowest_capability(devices)[0] != 10
-
-
 def adapt_to_devices(workload: KernelWorkload, devices: Sequence[Device]) -> KernelWorkload:
     """Sets the properties of a workload that follow from the devices.
 
     cuDNN computes packed rows on Hopper and newer GPUs only. On others, segments are copied.
+
+    A deterministic backward pass writes the gradients of all scores to memory, quadratic in the row
+    length, on every GPU except Blackwell (compute capability 10.x). On Hopper, cuDNN 9.25 also has
+    one with linear memory, but it must be requested by cudnn-frontend (PR 398, July 2026, in 1.27),
+    which is compiled into jaxlib. No jaxlib that jaxsp supports has it: XLA upgraded to 1.26 in
+    September 2026 (openxla/xla PR 48168), and the binaries of jaxlib 0.10.1, 0.11.2 and 0.12.0.1
+    for CUDA 12 never compare cuDNN's version with 9.25.
+    Source: use_dp_workspace in NVIDIA/cudnn-frontend, node/scaled_dot_product_flash_attention.h.
     """
+    capability = lowest_capability(devices)
     return dataclasses.replace(
         workload,
-        has_score_workspace=needs_score_workspace(
-            deterministic=workload.is_deterministic, devices=devices
-        ),
-        copies_segments=workload.is_packed and lowest_capability(devices) < (9, 0),
+        has_score_workspace=workload.is_deterministic and capability[0] != 10,
+        copies_segments=workload.is_packed and capability < (9, 0),
     )
 
 
