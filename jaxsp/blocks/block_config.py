@@ -60,6 +60,8 @@ class DeltaNetConfig:
     """Range of exp(A_log) of random weights, which is uniform."""
     step_range: tuple[float, float] | None = None
     """Range of the softplus of random dt_bias, whose logarithm is uniform; None: dt_bias is 1."""
+    kernel: str = "xla"
+    """Name of the kernel of the delta rule: see `delta_rule.kernels`."""
 
     @property
     def num_channels(self) -> int:

@@ -30,13 +30,15 @@ from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, Weights, declare_param, scale
 from jaxsp.blocks.linear import Linear
-from jaxsp.delta_rule import convolution, delta_rule
+from jaxsp.delta_rule import convolution, delta_rule, kernels
 from jaxsp.delta_rule.delta_rule import CHUNK_TOKENS, Sections
 from jaxsp.delta_rule.spans import OwnSegments, RowSpans, find_segments
 
 OUTPUT = "delta_net_out"
 
 _PREFIX = "linear_attn"
+
+_COUNTED_CHUNK_TOKENS = 64
 
 _FILTERS = {"qkv": "filters", "q": "q_filters", "k": "k_filters", "v": "v_filters"}
 """Keys of the convolution's filters, by the part that they are for; in the order of channels."""
@@ -239,7 +241,8 @@ class DeltaNet(Mixer):
             (qkv_BlX, g_BlH, beta_BlH), segments, spans = self._prepare(inputs, rows)
             filtered = convolution.convolve(qkv_BlX, _join_filters(weights), segments, spans)
             q, k, v = _split_qkv(_sizes(config), filtered)
-            out = delta_rule.compute(q, k, v, g_BlH, beta_BlH, segments.is_first_Bl, spans=spans)
+            compute = kernels.find(_sizes(config).kernel)
+            out = compute(q, k, v, g_BlH, beta_BlH, segments.is_first_Bl, spans=spans)
         return checkpoint_name(out, OUTPUT)
 
     def _prepare(
@@ -294,8 +297,8 @@ class DeltaNet(Mixer):
         return sizes.num_heads * sizes.value_size * itemsize
 
     def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
-        """Twice the states of all chunks of the sections that are computed at a time; maps and
-        incoming states of all sections, inverses, and the inputs and their gradients."""
+        """The inputs and their gradients, and arrays of chunks: five of each chunk's map and
+        states, and about nine for each matrix of those that are computed at a time."""
         sizes = _sizes(config)
         H = sizes.num_heads
         K = sizes.key_size
@@ -308,22 +311,28 @@ class DeltaNet(Mixer):
             tokens_per_device=workload.tokens_per_device // num_rows,
         )
         sections = Sections.divide(spans, num_heads=H)
-        chunk_states = 2 * 4 * sections.num_chunks * sections.together * H * K * V
-        section_states = 4 * 3 * sections.num_groups * sections.together * H * K * (K + V)
-        inverses = sections.padded_tokens * CHUNK_TOKENS * H * workload.itemsize
-        tokens = 4 * (sizes.num_channels + H * V) * sections.padded_tokens * workload.itemsize
-        filtered = 4 * sizes.num_channels * sections.padded_tokens
-        return num_rows * (chunk_states + section_states + inverses + tokens + filtered)
+        tokens = sections.padded_tokens
+        itemsize = workload.itemsize
+        if sizes.kernel == "jla":
+            # States of chunks and their gradients; dq and dk of each value head, and the inverses
+            chunks = tokens // 64 * 2 * K * V + tokens * (2 * K + 64)
+            working = 0
+        else:
+            chunks = tokens // CHUNK_TOKENS * (K * K + 3 * K * V + CHUNK_TOKENS * (K + V))
+            working = 9 * 4 * sections.at_a_time * H * CHUNK_TOKENS**2
+        inputs = 4 * (sizes.num_channels + H * V) * tokens * itemsize
+        filtered = 4 * sizes.num_channels * tokens
+        return num_rows * (chunks * H * itemsize + working + inputs + filtered)
 
     def forward_flops(
         self, config: ModelConfig, layer: LayerConfig, segment_lengths: np.ndarray
     ) -> float:
         """For each token and head: three products of the state, those of a chunk's tokens with each
-        other, and the convolution."""
+        other, and the convolution. Chunks count as 64 tokens, whatever the kernel's are."""
         sizes = _sizes(config)
         K = sizes.key_size
         V = sizes.value_size
-        per_head = 6 * K * V + 2 * CHUNK_TOKENS * (3 * K + 2 * V)
+        per_head = 6 * K * V + 2 * _COUNTED_CHUNK_TOKENS * (3 * K + 2 * V)
         per_token = sizes.num_heads * per_head + 2 * sizes.filter_size * sizes.num_channels
         return per_token * float(segment_lengths.sum())
 

@@ -55,10 +55,12 @@ class Sections:
     """Chunks whose maps are computed at a time."""
 
     @classmethod
-    def divide(cls, spans: RowSpans, *, num_heads: int) -> "Sections":
+    def divide(
+        cls, spans: RowSpans, *, num_heads: int, max_chunks: int | None = None
+    ) -> "Sections":
         """Divides spans into sections. Args: num_heads: value heads."""
         chunks = math.ceil(spans.span_tokens / CHUNK_TOKENS)
-        num_chunks = min(SECTION_CHUNKS, chunks)
+        num_chunks = min(max_chunks or SECTION_CHUNKS, chunks)
         per_span = math.ceil(chunks / num_chunks)
         total = spans.count * per_span * num_chunks
         limit = max(1, MATRICES_AT_A_TIME // num_heads)
@@ -107,6 +109,7 @@ def compute(
     is_first: Bool[Array, "B l"],
     *,
     spans: RowSpans,
+    max_chunks: int | None = None,
 ) -> Float[Array, "B l H V"]:
     """Outputs of this device's tokens: see `chunk`. Call inside shard_map.
 
@@ -114,9 +117,10 @@ def compute(
         q, k: not normalized. Each head serves H / G consecutive heads of v.
         g: logarithm of the decay, at most 0. It and beta are 0 at padding.
         is_first: True at the first token of a segment.
+        max_chunks: maximum number of chunks of a section; None: SECTION_CHUNKS.
     Precision: products in the dtype of v, summed in float32; states are float32.
     """
-    rule = _Rule.make(q, v, spans)
+    rule = _Rule.make(q, v, spans, max_chunks)
     run = jax.custom_vjp(lambda *inputs: rule.run_forward(*inputs)[0])
     run.defvjp(rule.run_forward, rule.run_backward)
     return jax.vmap(run)(q, k, v, g, beta, is_first)
@@ -165,9 +169,9 @@ class _Rule:
     dtype: Any
 
     @classmethod
-    def make(cls, q: Array, v: Array, spans: RowSpans) -> "_Rule":
+    def make(cls, q: Array, v: Array, spans: RowSpans, max_chunks: int | None = None) -> "_Rule":
         """Makes the passes over rows of these queries and values, [B, l, heads, ...]."""
-        sections = Sections.divide(spans, num_heads=v.shape[2])
+        sections = Sections.divide(spans, num_heads=v.shape[2], max_chunks=max_chunks)
         return cls(sections, num_key_heads=q.shape[2], dtype=v.dtype)
 
     def run_forward(self, *inputs: Array) -> tuple[Array, _Residuals]:
@@ -194,9 +198,8 @@ class _Rule:
         section_maps = AffineMap(of_sections[..., :K], of_sections[..., K:])
         entering = stitching.stitch(section_maps, sections.spans)
         last, states = self._pass_states(entering, *maps[:3], keeps=True)
-        out = jax.lax.map(
-            lambda group: _join_heads(_read(*group, self.dtype)), (maps.q, maps.out, states)
-        )
+        read = lambda group: _join_heads(_read(group[0], group[1], group[2], self.dtype))
+        out = jax.lax.map(read, (maps.q, maps.out, states))
         residuals = _Residuals(
             inputs=inputs,
             maps=(maps.decay, maps.d, maps.q),
@@ -262,7 +265,7 @@ class _Rule:
             *floats, is_first, x, dx, dout = group
 
             def compute(*floats: Array) -> ChunkMap:
-                return chunk.compute_map(_prepare(*floats, is_first), self.dtype)
+                return chunk.compute_map(_prepare(*(*floats, is_first)), self.dtype)
 
             _, pull = jax.vjp(compute, *floats)
             dout = split_heads(dout)

@@ -36,13 +36,13 @@ def compute(
     is_first: Bool[Array, "B l"],
     *,
     spans: RowSpans,
-    max_chunks: int = jla.MAX_GRID_YZ,
+    max_chunks: int | None = None,
 ) -> Float[Array, "B l H V"]:
     """Outputs of this device's tokens: see `delta_rule.compute`.
 
-    Args: max_chunks: maximum number of chunks of a section; by default, what the kernels take.
+    Args: max_chunks: maximum number of chunks of a section; None: what the kernels take.
     """
-    sections = _Sections.divide(spans, max_chunks)
+    sections = _Sections.divide(spans, max_chunks or jla.MAX_GRID_YZ)
     normalize = lambda x: delta_rule.normalize(x).astype(v.dtype)
     q, k, v, g, beta, is_first = map(
         sections.split, (normalize(q), normalize(k), v, g, beta, is_first)

@@ -110,6 +110,11 @@ class ModelSourceConfig(ConfigSection):
     (e4m3) with a scale for each token: up to twice as fast on Hopper, Ada and Blackwell GPUs, with
     a rounding error of a few percent in each product. Gradients of matrices, embedding, head,
     experts and adapters stay in compute_dtype, and master weights in float32. null: all of them."""
+    delta_net_kernel: Literal["auto", "jla", "xla"] = "auto"
+    """Kernel of gated delta nets. jla: kernels of the package jax-linear-attention for Hopper GPUs
+    in bfloat16, with heads of 64 or 128 (pip install jaxsp[hopper]). xla: plain XLA, on any device.
+    auto: jla where it runs, otherwise xla. A run compares jla with the recurrence before the first
+    step; with auto, it uses xla if jla is wrong. A resumed run keeps the kernel if it can."""
     experts_kernel: Literal["auto", "mosaic", "xla"] = "auto"
     """Kernel of experts' matrix products. mosaic: kernels for Hopper GPUs in bfloat16, with jax
     0.11.1 or later. xla: a loop, on any device. auto: mosaic where it runs, otherwise xla. A run

@@ -589,6 +589,8 @@ class KernelCost:
     bytes_to_host: float
     efficiency: float
     """Rate of its matrix products relative to that of large ones."""
+    floor_s: float
+    """Seconds that it takes at least."""
     num_runs: int
     begin_line: int
     """Line number of the instruction that starts it."""
@@ -638,6 +640,7 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
             device_bytes=sum_bytes([*reads, *writes], on_host=False),
             bytes_from_host=sum_bytes(reads, on_host=True),
             bytes_to_host=sum_bytes(writes, on_host=True),
+            floor_s=_find_floor(program, start),
             num_runs=num_runs,
             begin_line=begin,
             end_line=end,
@@ -714,6 +717,8 @@ def _matmul_flops(program: Program, line: Instruction) -> float:
         return 0.0
     lines = program.computations[line.computation]
     arrays = [lines[name].arrays for name in line.operand_names]
+    if is_mosaic and (name := _DELTA_RULE.search(line.op_name)):
+        return _delta_rule_flops(name[1], arrays)
     if is_mosaic:
         # Products of places with matrices of experts, or of places with places: experts.mosaic
         ((_, places),), ((_, others),) = arrays[-2:]
@@ -725,6 +730,38 @@ def _matmul_flops(program: Program, line: Instruction) -> float:
     (_, result), *_ = line.arrays
     contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", dims))
     return 2.0 * math.prod(result) * contracted
+
+
+_DELTA_RULE = re.compile(r"gdr_(kkt_fwd|state_fwd|fused_fwd|state_bwd|chunk_grads)")
+"""Names of the kernels of `delta_rule.hopper`."""
+
+_SERIAL_PASSES = ("state_fwd", "fused_fwd", "state_bwd")
+"""Those that go through the chunks of a row one after the other."""
+
+
+def _delta_rule_flops(name: str, arrays: Sequence[Sequence[tuple[str, Sequence[int]]]]) -> float:
+    """Operations of a kernel of the delta rule: its products of chunks of 64 tokens with states and
+    with each other. Args: arrays: operands, of which one of the first is k, [P, t, G, K]."""
+    C = 64
+    (_, (P, t, _, K)), *_ = arrays[0]
+    (_, (_, H, _)), *_ = next(x for x in arrays if len(x[0][1]) == 3)  # beta
+    if name == "kkt_fwd":
+        per_token = 2 * C * (K + C)
+    else:
+        with_states = {"state_fwd": 2, "fused_fwd": 3, "state_bwd": 3, "chunk_grads": 7}[name]
+        with_chunk = {"state_fwd": 1, "fused_fwd": 3, "state_bwd": 3, "chunk_grads": 9}[name]
+        per_token = 2 * K * (with_states * K + with_chunk * C)
+    return float(P * t * H * per_token)
+
+
+def _find_floor(program: Program, line: Instruction) -> float:
+    """Seconds that a kernel takes at least, because its steps follow one another."""
+    name = _DELTA_RULE.search(line.op_name) if line.calls(_MOSAIC) else None
+    if name is None or name[1] not in _SERIAL_PASSES:
+        return 0.0
+    (_, (_, t, _, _)), *_ = program.computations[line.computation][line.operand_names[0]].arrays
+    step_us, _ = gpus.ASSUMED["all"]["delta_rule_step_us"]
+    return t / 64 * step_us * 1e-6
 
 
 # Memory

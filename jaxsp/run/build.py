@@ -18,7 +18,7 @@ from jaxsp.hf import token_ids
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import candidates, memory_problems
-from jaxsp.run import data_sets, initial_weights, model_files, resume, stop_tokens
+from jaxsp.run import data_sets, initial_weights, model_files, resume, selfcheck, stop_tokens
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel, Run, StartPoint
 from jaxsp.system import device_mesh
@@ -42,8 +42,11 @@ def build_training(
     hf_config = None
     model_dir = None
     if checkpoint is not None:
+        saved = checkpoint.config.model
+        if config.model.delta_net_kernel == "auto" and saved.delta_net_kernel == "xla":
+            config = config.with_fields(model={"delta_net_kernel": "xla"})
         # The run's own copy is enough: the model's source may be gone or out of reach
-        if checkpoint.config.model == config.model:
+        if saved == config.model.model_copy(update={"delta_net_kernel": saved.delta_net_kernel}):
             model_dir = resume.find_model_dir(checkpoint.path)
         hf_config = checkpoint.meta.model if model_dir else None
         config = checkpoint.add_adapter(config)
@@ -51,8 +54,11 @@ def build_training(
     prepared = prepare_model(
         config, devices=devices, problems=problems, hf_config=hf_config, model_dir=model_dir
     )
-    fields = ("mesh.seq", "batch.rows_per_microbatch")
-    choices = (config.mesh.seq, config.batch.rows_per_microbatch)
+    choices = {
+        "mesh.seq": config.mesh.seq,
+        "batch.rows_per_microbatch": config.batch.rows_per_microbatch,
+        selfcheck.DELTA_NET_FIELD: config.model.delta_net_kernel,
+    }
     config = prepared.config
     train_set = prepared.train_set
     assert train_set is not None, "prepared for training"
@@ -85,9 +91,7 @@ def build_training(
         stop_ids=stop_tokens.list_stop_ids(
             prepared.hf_config, prepared.small_files, prepared.tokenizer
         ),
-        automatic_fields=frozenset(
-            x for x, value in zip(fields, choices, strict=True) if value == "auto"
-        ),
+        automatic_fields=frozenset(field for field, value in choices.items() if value == "auto"),
     )
 
 
@@ -128,6 +132,8 @@ def prepare_model(
     # what is missing has reported a problem
     assert hf_config is not None
     assert spec is not None
+    if (delta_net := spec.model.delta_net) is not None:
+        config = config.with_fields(model={"delta_net_kernel": delta_net.kernel})
     config = config.with_fields(
         mesh={"seq": spec.config.mesh.seq},
         batch={"rows_per_microbatch": spec.config.rows_per_microbatch},

@@ -63,6 +63,7 @@ class Config(ConfigSection):
             rows_per_microbatch=self.batch.rows_per_microbatch,
             compute_dtype=self.model.compute_dtype,
             linear_dtype=self.model.linear_dtype,
+            delta_net_kernel=self.model.delta_net_kernel,
             experts_kernel=self.model.experts_kernel,
             mesh=self.mesh,
             attention=self.attention,

@@ -1,5 +1,6 @@
 """Checks and compilation before the first step of a run."""
 
+import dataclasses
 import itertools
 import pathlib
 import time
@@ -64,9 +65,26 @@ def finish_run(run: Run) -> None:
             distributed.log(f"{checkpoints}: an old checkpoint could not be deleted: {reason}")
 
 
-def report_checks(run: Run, console: rich.console.Console) -> None:
-    """Runs the self-checks and the disk check, and prints their results. Raises: UserError"""
-    lines: list[str | None] = [*selfcheck.check_device(run.spec)]
+def report_checks(run: Run, console: rich.console.Console) -> Run:
+    """Runs the self-checks and the disk check, and prints their results.
+
+    Returns: the run, in all processes with another kernel of delta nets if the one that was chosen
+        automatically is wrong in one.
+    Raises: UserError if another check fails, or no checkpoint fits on the disk.
+    """
+    model = run.spec.model
+    may_replace = selfcheck.DELTA_NET_FIELD in run.automatic_fields and (
+        model.delta_net is not None and model.delta_net.kernel != "xla"
+    )
+    lines: list[str | None]
+    checked, is_wrong = selfcheck.check_device(run.spec, may_replace=may_replace)
+    lines = [*checked]
+    if may_replace and multihost_utils.process_allgather(np.bool_(is_wrong)).any():
+        lines.append(f"all processes use {selfcheck.DELTA_NET_FIELD}=xla")
+        fields = {"delta_net_kernel": "xla"}
+        config = run.config.with_fields(model=fields)
+        run = dataclasses.replace(run, config=config, spec=run.spec.respec(**fields))
+        lines += selfcheck.check_device(run.spec)[0]
     if jax.process_index() == 0:
         items = reader.list_items(train_state.abstract_inputs(run.spec)[0], run.spec.table)
         every = run.config.run.save_every
@@ -81,6 +99,7 @@ def report_checks(run: Run, console: rich.console.Console) -> None:
         lines.append(warning)
     for line in filter(None, lines):
         output.print_line(console, line)
+    return run
 
 
 def check_space(

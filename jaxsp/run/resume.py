@@ -43,7 +43,8 @@ _TOKEN_FIELDS = tuple(
 
 _NEUTRAL_FIELDS = (
     *("mesh.", "logging.", "checkpoint.", "memory.", "attention.", "eval.", "data.eval."),
-    *("batch.rows_per_microbatch", "data.num_workers", "model.experts_kernel"),
+    *("batch.rows_per_microbatch", "data.num_workers", "model.delta_net_kernel"),
+    "model.experts_kernel",
     *("run.compilation_cache", "run.deterministic", "run.early_stopping", "run.eval_at_start"),
     *("run.eval_every", "run.generate_samples", "run.log_every", "run.save_every"),
     *("run.shutdown_grace", "run.step_timeout", "run.stop_after"),

@@ -91,7 +91,7 @@ def train(
         return None
     entries = banner.describe_run(run)
     output.print_pairs(console, banner.select_pairs(entries, is_verbose=verbose))
-    preflight.report_checks(run, console)
+    run = preflight.report_checks(run, console)
     step, compile_s = preflight.compile_step(run.spec, console)
     start_line = run_directory.describe_start(run, step, compile_s=compile_s)
 

@@ -18,7 +18,8 @@ from jaxsp.core import axes, batch, errors
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing.loader import RowPlacement
-from jaxsp.experts import kernels
+from jaxsp.delta_rule import kernels as delta_kernels
+from jaxsp.experts import kernels as expert_kernels
 from jaxsp.model import layer_stack, tiling
 from jaxsp.model.remat import RematPolicy
 from jaxsp.objectives.objective import Objective
@@ -36,6 +37,7 @@ _CHOICE_INPUTS = {
     "rows_per_microbatch",
     "compute_dtype",
     "linear_dtype",
+    "delta_net_kernel",
     "experts_kernel",
     "mesh",
     "attention",
@@ -288,22 +290,30 @@ def make_spec(
     choice = choose_attention(
         config.attention, config.rows, model, devices=devices, device_bytes=device_bytes
     )
-    requested = config.experts_kernel
-    if model.experts is None:
-        if requested != "auto":
+    for field, name, part in (
+        ("delta_net_kernel", "delta nets", model.delta_net),
+        ("experts_kernel", "experts", model.experts),
+    ):
+        if part is None and (requested := getattr(config, field)) != "auto":
             raise UserError(
-                f"model.experts_kernel = {requested}: the model has no experts. Remove the field."
+                f"model.{field} = {requested}: the model has no {name}. Remove the field."
             )
-    else:
-        kernel = kernels.choose(
-            requested,
-            dims=(model.hidden_size, model.experts.size),
+    if (experts := model.experts) is not None:
+        kernel = expert_kernels.choose(
+            config.experts_kernel,
+            dims=(model.hidden_size, experts.size),
             dtype=config.compute_dtype,
             devices=devices,
         )
-        model = dataclasses.replace(
-            model, experts=dataclasses.replace(model.experts, kernel=kernel)
+        model = dataclasses.replace(model, experts=dataclasses.replace(experts, kernel=kernel))
+    if (delta_net := model.delta_net) is not None:
+        kernel = delta_kernels.choose(
+            config.delta_net_kernel,
+            sizes=(delta_net.key_size, delta_net.value_size),
+            dtype=config.compute_dtype,
+            devices=devices,
         )
+        model = dataclasses.replace(model, delta_net=dataclasses.replace(delta_net, kernel=kernel))
     if (linear_dtype := config.linear_dtype) is not None:
         float8.check_devices(devices)
         float8.check_model(model.hidden_size)

@@ -27,6 +27,7 @@ class StepConfig:
     """Rows per microbatch and sequence-parallel group."""
     compute_dtype: str
     linear_dtype: str | None
+    delta_net_kernel: str
     experts_kernel: str
     mesh: MeshConfig
     attention: AttentionConfig

@@ -230,7 +230,8 @@ def test_a_run_checks_the_kernels_that_it_uses(monkeypatch):
         "measure_errors",
         lambda check, device: tried.append((check, device)) or {"out": 0.0},
     )
-    (line,) = selfcheck.check_device(spec)
+    (line,), must_replace = selfcheck.check_device(spec)
+    assert not must_replace
     assert {device for _, device in tried} == {gpu}
     cudnn, delta_net, experts, products = (check for check, _ in tried)
     shapes = [{name: x.shape for name, x in check.inputs.items()} for check in (cudnn, delta_net)]
@@ -247,7 +248,7 @@ def test_a_run_checks_the_kernels_that_it_uses(monkeypatch):
 
 def test_cpus_are_not_checked():
     spec = test_memory_options.make_program(jax.devices()[0], {"remat": "full"})
-    assert selfcheck.check_device(spec) == []
+    assert selfcheck.check_device(spec) == ([], False)
 
 
 DELTA_NET = DeltaNetConfig(num_key_heads=4, num_heads=8, key_size=16, value_size=8, filter_size=4)
@@ -257,7 +258,7 @@ DELTA_NET = DeltaNetConfig(num_key_heads=4, num_heads=8, key_size=16, value_size
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_correct_delta_rule_has_at_most_half_the_tolerated_error(dtype, strength_scale):
     sizes = dataclasses.replace(DELTA_NET, strength_scale=strength_scale)
-    check = selfcheck.check_delta_rule(sizes, dtype)
+    (check,) = selfcheck.check_delta_rule(sizes, dtype)
     assert max(check.measure_errors(jax.devices()[0]).values()) < check.tolerance / 2
 
 
@@ -319,6 +320,6 @@ DEFAULT_RULES = (carry_states_over, drop_gradients_of_decays)
 )
 def test_a_wrong_delta_rule_is_refused(monkeypatch, wrong, results):
     wrong(monkeypatch)
-    check = selfcheck.check_delta_rule(DELTA_NET, "bfloat16")
+    (check,) = selfcheck.check_delta_rule(DELTA_NET, "bfloat16")
     errors = check.measure_errors(jax.devices()[0])
     assert all(not errors[name] <= 5 * check.tolerance for name in results), errors
