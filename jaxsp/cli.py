@@ -165,7 +165,7 @@ def run_command(main: Callable[[list[str]], None]) -> None:
     sys.stdout.flush()
     if (reason := standard_streams.find_full_disk()) is not None:
         print(f"standard output: {reason}. Some lines are lost.", file=sys.stderr, flush=True)
-    if code != exit_codes.OK and distributed.this_process().num_processes > 1:
+    if code != exit_codes.OK and distributed.this_process.num_processes > 1:
         distributed.abort_job(code)
     sys.exit(code)
 
@@ -184,7 +184,7 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
         index, code = failed_peer
         return code, f"ends because process {index} failed with exit code {code}"
     message = cuda_plugin.explain(error)
-    if distributed.this_process().num_processes > 1 and _LOST_PEER.search(str(error)):
+    if distributed.this_process.num_processes > 1 and _LOST_PEER.search(str(error)):
         reason = errors.first_line(error)
         message = f"cannot reach another process of this run, which may have been killed: {reason}"
     return exit_codes.INTERNAL_ERROR, message

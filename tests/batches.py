@@ -15,7 +15,7 @@ from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import EXPERTS, LayerConfig, ModelConfig, Rope
 from jaxsp.core import axes
-from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
+from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.hf import rope
 from jaxsp.run import config_file
@@ -240,12 +240,8 @@ def put_on_mesh(
     row_index = functools.partial(
         step_row_index, num_groups=num_groups, rows_per_microbatch=rows_per_microbatch
     )
-    microbatches = num_microbatches(
-        rows_per_step=len(arrays["tokens_BL"]), global_microbatch_rows=global_rows
-    )
-    order = np.array(
-        [[row_index(step, slot) for slot in range(global_rows)] for step in range(microbatches)]
-    )
+    microbatches = range(len(arrays["tokens_BL"]) // global_rows)
+    order = np.array([[row_index(x, slot) for slot in range(global_rows)] for x in microbatches])
     fields = {
         name: jax.device_put(array[order], NamedSharding(on, specs[name]))
         for name, array in arrays.items()

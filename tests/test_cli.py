@@ -73,7 +73,7 @@ CLOSED = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by pee
 def test_a_lost_connection_to_another_process_is_one_line(
     monkeypatch, capsys, num_processes, flags, is_short
 ):
-    monkeypatch.setattr(distributed, "_this_process", Process(index=0, num_processes=num_processes))
+    monkeypatch.setattr(distributed, "this_process", Process(index=0, num_processes=num_processes))
     monkeypatch.setattr(distributed, "abort_job", sys.exit)
     monkeypatch.setattr(sys, "argv", ["train", *flags])
     with pytest.raises(SystemExit) as ended:

@@ -101,7 +101,7 @@ def test_one_of_several_processes_that_fails_prints_its_index_and_ends_immediate
 import threading, time
 from jaxsp import cli
 from jaxsp.system import cluster, distributed
-distributed._this_process = cluster.Process(index=3, num_processes=4)
+distributed.this_process = cluster.Process(index=3, num_processes=4)
 threading.Thread(target=time.sleep, args=[100]).start()
 cli.run_command(lambda _: 1 / 0)
 """,

@@ -9,7 +9,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from jaxsp.config import foreign_names, yaml_io
-from jaxsp.config.fields import BROKEN_RULES, HERE, Choice, ConfigSection, is_for_training
+from jaxsp.config.fields import BROKEN_RULES, FOR_TRAINING, HERE, Choice, ConfigSection
 from jaxsp.config.foreign_names import Counterpart
 from jaxsp.core import errors
 
@@ -401,7 +401,7 @@ def _describe_value(field: FieldInfo) -> str:
     _, choice, is_list = read_field(field)
     text = _type_name(field.annotation)
     default = "required"
-    if not field.is_required() and not is_for_training(field):
+    if not field.is_required() and field.json_schema_extra != FOR_TRAINING:
         value = field.get_default()
         if choice is not None and choice.is_name and is_list:
             value = [choice.find(entry) for entry in value]

@@ -11,7 +11,7 @@ import yaml
 
 from jaxsp.config import foreign_names, yaml_io
 from jaxsp.config.config_errors import Schema
-from jaxsp.config.fields import ConfigSection, is_for_training
+from jaxsp.config.fields import FOR_TRAINING, ConfigSection
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 
@@ -104,7 +104,7 @@ def parse(
             findings += [
                 {"type": "missing", "loc": (key, inner), "input": None}
                 for inner, each in schema.sections[key].sections[0].model_fields.items()
-                if is_for_training(each)
+                if each.json_schema_extra == FOR_TRAINING
                 and f"{key}.{inner}" not in unneeded
                 and (inner not in given or (given[inner] == [] and each.default == ()))
             ]

@@ -174,16 +174,13 @@ def with_examples(*examples: Any, **rules: Any) -> Any:
     return pydantic.Field(examples=list(examples), **rules)
 
 
+FOR_TRAINING: dict[str, pydantic.JsonValue] = {"is_for_training": True}
+"""`json_schema_extra` of the fields that `for_training` declares."""
+
+
 def for_training(*examples: Any, default: Any = None, **rules: Any) -> Any:
     """Declares a field that only training commands require; others use its default."""
-    marker: dict[str, pydantic.JsonValue] = {"is_for_training": True}
-    return pydantic.Field(default, examples=list(examples), json_schema_extra=marker, **rules)
-
-
-def is_for_training(field: FieldInfo) -> bool:
-    """True for a field made by `for_training`."""
-    extra = field.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("is_for_training"))
+    return pydantic.Field(default, examples=list(examples), json_schema_extra=FOR_TRAINING, **rules)
 
 
 def expand_home(value: str | None) -> str | None:

@@ -107,12 +107,6 @@ def max_pairs(*, rows_per_step: int, max_segments: int) -> int:
     return rows_per_step * ((max_segments + 1) // 2)
 
 
-def num_microbatches(*, rows_per_step: int, global_microbatch_rows: int) -> int:
-    """Number of microbatches of a step, each with `global_microbatch_rows` rows over the mesh."""
-    assert rows_per_step % global_microbatch_rows == 0, (rows_per_step, global_microbatch_rows)
-    return rows_per_step // global_microbatch_rows
-
-
 def step_row_index(microbatch: Any, slot: Any, *, num_groups: int, rows_per_microbatch: int) -> Any:
     """Index in the step of the row in `slot` of a microbatch's B rows; of integers or arrays.
 

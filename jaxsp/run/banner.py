@@ -4,7 +4,6 @@ Each module describes its own part; this file sets the order.
 """
 
 import itertools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxsp.attention.selection import describe_choice
@@ -33,8 +32,9 @@ class BannerEntry(NamedTuple):
     """Text for a terminal without --verbose. None: the same text; empty: no entry."""
 
 
-def describe_run(run: Run) -> list[BannerEntry]:
-    """Returns the banner, first the lines that users check before they wait for a run."""
+def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Returns the labels and texts of the whole banner, and of the short one. Both begin with the
+    lines that users check before they wait for a run."""
     spec = run.spec
     config = run.config
     fields = run.hf_config
@@ -68,7 +68,20 @@ def describe_run(run: Run) -> list[BannerEntry]:
         attention_short += f" ({choice.kernel.name} because {choice.fallback_reason})"
     xla = spec.compile_options.description
     has_xla_options = config.run.deterministic or bool(config.run.xla_options)
-    return [
+    if start.checkpoint is not None:
+        origin = f"step {start.step} of {start.checkpoint}"
+    else:
+        origin = f"random weights, seed {config.run.seed}"
+        if run.weights.reader is not None:
+            origin = f"weights of {config.model.source}"
+            if run.weights.reader.left_out:
+                origin += f": {run.weights.reader.left_out}"
+        if config.adapter.source is not None:
+            origin += f"; adapters of {config.adapter.source}"
+        if (run.directory / run_paths.CONFIG_FILE).is_file():
+            origin += "; the run in this directory has no checkpoint and starts again"
+    devices, mesh = device_mesh.describe(spec.mesh)
+    entries = [
         BannerEntry("training", f"{steps}; learning rate {config.optimizer.learning_rate:g}"),
         BannerEntry("batch", batch),
         BannerEntry("optimizer", *optimizers),
@@ -76,7 +89,7 @@ def describe_run(run: Run) -> list[BannerEntry]:
         BannerEntry("objective", step_descriptions.describe_objective(spec, reference)),
         BannerEntry("layers", step_descriptions.describe_layers(spec)),
         BannerEntry("rope", rope.describe(spec.model, is_changed=config.model.rope is not None)),
-        BannerEntry("start", _describe_weights(run)),
+        BannerEntry("start", origin),
         BannerEntry("changed", ", ".join(start.config_changes)),
         *itertools.starmap(
             BannerEntry, summary.describe_data(run.train_set, config.data, run.schedule)
@@ -85,8 +98,8 @@ def describe_run(run: Run) -> list[BannerEntry]:
         BannerEntry("note", multimodal.describe_missing(fields, run.small_files)),
         BannerEntry("note", excess),
         BannerEntry("evaluation", _describe_evaluation(run)),
-        BannerEntry("devices", device_mesh.describe_devices(spec.mesh)),
-        BannerEntry("mesh", device_mesh.describe(spec.mesh) + auto.get("mesh.seq", "")),
+        BannerEntry("devices", devices),
+        BannerEntry("mesh", mesh + auto.get("mesh.seq", "")),
         BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
         BannerEntry("attention", attention, attention_short),
         BannerEntry("memory", descriptions.describe(spec), short=""),
@@ -94,30 +107,9 @@ def describe_run(run: Run) -> list[BannerEntry]:
         BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
         BannerEntry("output", *_describe_output(run)),
     ]
-
-
-def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tuple[str, str]]:
-    """Pairs of a label and a text of the whole banner, or of the short one."""
-    pairs = [(x.label, x.text if is_verbose or x.short is None else x.short) for x in entries]
-    return [pair for pair in pairs if pair[1]]
-
-
-def _describe_weights(run: Run) -> str:
-    """Describes where the weights of the first step come from."""
-    config = run.config
-    if run.start.checkpoint is not None:
-        return f"step {run.start.step} of {run.start.checkpoint}"
-    if run.weights.reader is None:
-        origin = f"random weights, seed {config.run.seed}"
-    else:
-        origin = f"weights of {config.model.source}"
-        if run.weights.reader.left_out:
-            origin += f": {run.weights.reader.left_out}"
-    if config.adapter.source is not None:
-        origin += f"; adapters of {config.adapter.source}"
-    if (run.directory / run_paths.CONFIG_FILE).is_file():
-        origin += "; the run in this directory has no checkpoint and starts again"
-    return origin
+    whole = [(x.label, x.text) for x in entries]
+    short = [(x.label, x.text if x.short is None else x.short) for x in entries]
+    return [pair for pair in whole if pair[1]], [pair for pair in short if pair[1]]
 
 
 def _describe_evaluation(run: Run) -> str:

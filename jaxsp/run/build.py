@@ -164,6 +164,7 @@ def prepare_model(
         model_folder=source,
         adapter_folder=adapter.folder,
         model_dir=model_dir,
+        small_files=source.path if source is not None and model_dir is None else model_dir,
         tokenizer=tokenizer,
         stop_tokens=stops,
         train_set=train,

@@ -61,7 +61,7 @@ def open_sources(
         with problems.collect(), at(f"{field}.source", source.source):
             records[field] = sources.read(source, data=data)
     for group in (train, evals):
-        names = _list_names(group)
+        names = [source.name or source.source for source in group.values()]
         problems += [
             f"{field}.name = {name}: another source has this name. Give each its own: "
             f"{field}.name={name}-{number}."
@@ -72,10 +72,6 @@ def open_sources(
         sources.check_no_duplicates({field: records[field] for field in train if field in records})
     have_text = any(source.needs_tokenizer for source in (train | evals).values())
     return OpenedSources(train=train, evals=evals, records=records, have_text=have_text)
-
-
-def _list_names(group: Mapping[str, Source]) -> list[str]:
-    return [source.name or source.source for source in group.values()]
 
 
 def make_data_sets(
@@ -131,25 +127,35 @@ def _pack_sources(
     *,
     for_training: bool,
 ) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
-    names = _list_names(opened.train)
-    held_out = None  # for each source, which records are
+    """Packs the eval sets, then the training set."""
+    names = {
+        field: source.name or source.source
+        for field, source in (opened.train | opened.evals).items()
+    }
+    held_out: Any = None  # for each training source, which records are
     if config.data.eval_fraction is not None:
         held_out = row_reader.select_records(
             [tokenized[field].dataset for field in opened.train],
-            source_names=names,
+            source_names=[names[field] for field in opened.train],
             fraction=config.data.eval_fraction,
             seed=config.run.seed,
         )
-
-    def pack(
-        name: str, field: str, members: Mapping[str, Source], masks: Any, *, is_held_out: bool
-    ) -> PackedDataset:
-        """Packs the records that are held out by the masks, or the others."""
+    # Name, field, sources, masks of held-out records, and whether to pack those or the others
+    sets: list[tuple[str, str, Mapping[str, Source], Any, bool]] = [
+        (names[field], f"{field}.source", {field: source}, None, False)
+        for field, source in opened.evals.items()
+    ]
+    if held_out is not None:
+        sets.append((row_reader.EVAL_SET_NAME, "data.eval_fraction", opened.train, held_out, True))
+    if for_training:
+        sets.append(("train", "data.train", opened.train, held_out, False))
+    packed = []
+    for name, field, members, masks, is_held_out in sets:
         parts = [tokenized[member] for member in members]
         with at(field):
             documents = Documents(
                 [part.dataset for part in parts],
-                source_names=_list_names(members),
+                source_names=[names[member] for member in members],
                 held_out=masks,
                 use_held_out=is_held_out,
                 row_tokens=config.data.row_tokens,
@@ -165,27 +171,17 @@ def _pack_sources(
             ]
         weights = [source.weight for source in members.values() if source.weight is not None]
         has_weights = weights and len(members) > 1 and not is_held_out
-        return dataset.pack_documents(
-            name,
-            documents,
-            **config.step.packing,
-            digests=digests,
-            source_weights=weights if has_weights else None,
+        packed.append(
+            dataset.pack_documents(
+                name,
+                documents,
+                **config.step.packing,
+                digests=digests,
+                source_weights=weights if has_weights else None,
+            )
         )
-
-    evals = [
-        pack(name, f"{field}.source", {field: source}, None, is_held_out=False)
-        for name, (field, source) in zip(
-            _list_names(opened.evals), opened.evals.items(), strict=True
-        )
-    ]
-    if held_out is not None:
-        name = row_reader.EVAL_SET_NAME
-        evals.append(pack(name, "data.eval_fraction", opened.train, held_out, is_held_out=True))
-    train = None
-    if for_training:
-        train = pack("train", "data.train", opened.train, held_out, is_held_out=False)
-    return train, tuple(evals)
+    train = packed.pop() if for_training else None
+    return train, tuple(packed)
 
 
 def prepare_data(config: Config, console: rich.console.Console) -> None:

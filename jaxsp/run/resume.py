@@ -115,10 +115,29 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
                 raise UserError(
                     "contains files that are not a run's. Name a folder that is new or empty."
                 )
-            if checkpoint is None:
-                _check_has_not_saved(run, first_resume)
-        if checkpoint is not None or run.resume == "auto":
-            return checkpoint
+            if checkpoint is not None:
+                return checkpoint
+            checkpoints = directory / run_paths.CHECKPOINTS_DIR
+            damaged = directory / run_paths.DAMAGED_DIR
+            elsewhere = f"or start again in another folder: run.directory={run.directory}-2."
+            if damaged.is_dir():
+                raise UserError(
+                    f"all its checkpoints are damaged; they are in {damaged}. Put a copy of one "
+                    f"into {checkpoints}, {elsewhere}"
+                )
+            last = files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
+            if last is not None:
+                raise UserError(
+                    f"this run has written a checkpoint after step {last.get('step')}, but "
+                    f"{checkpoints} has none. Put it back (is its disk mounted?), {elsewhere}"
+                )
+            if first_resume not in (None, run.resume):
+                raise UserError(
+                    f"this run started from {first_resume} and ended before it wrote a checkpoint. "
+                    f"Start it again from there: run.resume={first_resume}."
+                )
+        if run.resume == "auto":
+            return None
     elif has_files:
         raise UserError(
             f"run.directory = {run.directory}: is not empty. Remove it, name another folder "
@@ -134,29 +153,6 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
                 "or never."
             )
         return checkpoint
-
-
-def _check_has_not_saved(run: RunConfig, first_resume: str | None) -> None:
-    """Refuses a run whose checkpoints are all damaged or gone, or were another run's."""
-    checkpoints = run.local_dir / run_paths.CHECKPOINTS_DIR
-    damaged = run.local_dir / run_paths.DAMAGED_DIR
-    elsewhere = f"or start again in another folder: run.directory={run.directory}-2."
-    if damaged.is_dir():
-        raise UserError(
-            f"all its checkpoints are damaged; they are in {damaged}. Put a copy of one into "
-            f"{checkpoints}, {elsewhere}"
-        )
-    last = files.read_json(run.local_dir / run_paths.LAST_CHECKPOINT_FILE)
-    if last is not None:
-        raise UserError(
-            f"this run has written a checkpoint after step {last.get('step')}, but {checkpoints} "
-            f"has none. Put it back (is its disk mounted?), {elsewhere}"
-        )
-    if first_resume is not None and run.resume != first_resume:
-        raise UserError(
-            f"this run started from {first_resume} and ended before it wrote a checkpoint. Start "
-            f"it again from there: run.resume={first_resume}."
-        )
 
 
 def check_same_checkpoint(

@@ -61,6 +61,9 @@ class PreparedModel:
     adapter_folder: ModelFolder | None
     model_dir: pathlib.Path | None
     """A run's own copy of the model's small files."""
+    small_files: pathlib.Path | None
+    """Folder with the model's small files (config, tokenizer): model_dir, or that of model_folder.
+    """
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
     """None if nothing needs one."""
     stop_tokens: StopTokens
@@ -68,12 +71,6 @@ class PreparedModel:
     """None unless it was prepared for training."""
     eval_sets: tuple[PackedDataset, ...]
     task_samples: Samples
-
-    @property
-    def small_files(self) -> pathlib.Path | None:
-        """Folder with the model's small files (config, tokenizer)."""
-        source = None if self.model_folder is None else self.model_folder.path
-        return source if self.model_dir is None else self.model_dir
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -177,7 +177,7 @@ class RunConfig(ConfigSection):
         from jaxsp.system import distributed
 
         parent = pathlib.Path(self.staging) if self.staging else paths.cache_dir() / "runs"
-        index = distributed.this_process().index
+        index = distributed.this_process.index
         return parent / f"{run_paths.name_local(self.directory)}{f'-{index}' if index else ''}"
 
     @property

@@ -67,7 +67,7 @@ def train_config(
     Returns: the run and its last state; None if it was complete, unless `needs_state`.
     """
     folder = config.run.local_dir
-    process = distributed.this_process()
+    process = distributed.this_process
     with (
         run_lock.lock(folder, config_path=config_path, name=config.run.directory),
         stored_run.open_run(config.run.directory, folder),

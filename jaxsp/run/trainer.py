@@ -89,8 +89,8 @@ def train(
         preflight.finish_run(run)
         output.print_line(console, completion)
         return None
-    entries = banner.describe_run(run)
-    output.print_pairs(console, banner.select_pairs(entries, is_verbose=verbose))
+    whole_banner, short_banner = banner.describe_run(run)
+    output.print_pairs(console, whole_banner if verbose else short_banner)
     run = preflight.report_checks(run, console)
     step, compile_s = preflight.compile_step(run.spec, console)
     start_line = run_directory.describe_start(run, step, compile_s=compile_s)
@@ -111,7 +111,7 @@ def train(
         run,
         console,
         preemption.status,
-        banner_text=output.format_pairs(banner.select_pairs(entries, is_verbose=True)),
+        banner_text=output.format_pairs(whole_banner),
         start_line=start_line,
         on_line=on_line,
     ) as out:

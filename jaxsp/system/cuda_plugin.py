@@ -67,7 +67,9 @@ def explain(error: BaseException) -> str | None:
         cause = "a fractional vGPU does not have. Install jax 0.10.1 (Python 3.11)"
         if jax.__version_info__ >= (0, 12):
             cause += ", or set XLA_FLAGS=--xla_gpu_experimental_vmm_disabled=true"
-    elif hardware.is_wsl() and ("RESOURCE_EXHAUSTED" in text or "CUDA_ERROR_OUT_OF_MEMORY" in text):
+    elif hardware.WSL_DEVICE.exists() and (
+        "RESOURCE_EXHAUSTED" in text or "CUDA_ERROR_OUT_OF_MEMORY" in text
+    ):
         cause = (
             "WSL2 limits to allocations of less than 4 GiB. Set "
             "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async, or install jax 0.10.1 (Python 3.11)"

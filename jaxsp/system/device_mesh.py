@@ -58,20 +58,17 @@ def num_shards(mesh: jax.sharding.Mesh) -> int:
     return mesh.shape[axes.DATA] * mesh.shape[axes.SEQ]
 
 
-def describe_devices(mesh: jax.sharding.Mesh) -> str:
-    """Describes the devices of a mesh, and the versions of JAX and Python."""
-    devices = mesh.devices.flatten()
-    text = f"{len(devices)} x {devices[0].device_kind}"
+def describe(mesh: jax.sharding.Mesh) -> tuple[str, str]:
+    """Describes the devices of a mesh, with the versions of JAX and Python; and its axes, with what
+    its groups do."""
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     if jax.process_count() > 1:
-        text += f" in {jax.process_count()} processes"
-    return f"{text}, jax {jax.__version__}, Python {platform.python_version()}"
-
-
-def describe(mesh: jax.sharding.Mesh) -> str:
-    """Describes the axes of a mesh, and what its groups do."""
+        devices += f" in {jax.process_count()} processes"
+    devices += f", jax {jax.__version__}, Python {platform.python_version()}"
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     seq = mesh.shape[axes.SEQ]
     if seq == 1:
-        return f"{shape}: every device works on whole rows"
+        return devices, f"{shape}: every device works on whole rows"
     groups = format_count(num_groups(mesh), "sequence-parallel group")
-    return f"{shape}: {groups} of {seq} devices; the devices of a group split each of its rows"
+    groups += f" of {seq} devices; the devices of a group split each of its rows"
+    return devices, f"{shape}: {groups}"

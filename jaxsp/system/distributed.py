@@ -39,7 +39,8 @@ _EXITED_KEY = "event/exited"
 STOP_KEY = "event/stop"
 """Key of requests to stop. `last_read` has them without a request to process 0."""
 
-_this_process = Process()
+this_process = Process()
+"""The process given to `initialize`; before that, the only process of a job."""
 _stdout_fd = 1
 _kv_client: Any = None
 """JAX's key-value store, kept by process 0; None before `initialize` and after `shutdown`."""
@@ -49,19 +50,14 @@ _events: dict[str, dict[int, str]] = {}
 """Values by key and process that the last read of all events has found."""
 
 
-def this_process() -> Process:
-    """The process given to `initialize`; before that, the only process of a job."""
-    return _this_process
-
-
 def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
     """Joins the job; does nothing if it has a single process.
 
     Call it after jax_platform.choose_platform and before JAX counts devices. If the other processes
     do not join in time, JAX aborts this one.
     """
-    global _this_process, _kv_client
-    _this_process = process
+    global this_process, _kv_client
+    this_process = process
     if process.num_processes == 1:
         return
     import jax
@@ -118,7 +114,7 @@ def publish(key: str, value: str) -> None:
     between `initialize` and `shutdown` of a job with several."""
     with _kv_lock:
         if _kv_client is not None:
-            _kv_client.key_value_set(f"jaxsp/{key}/{_this_process.index}", value)
+            _kv_client.key_value_set(f"jaxsp/{key}/{this_process.index}", value)
 
 
 def read_folder(folder: str) -> dict[str, dict[int, str]]:
@@ -140,7 +136,7 @@ def last_read(key: str) -> dict[int, str]:
 
 def poll_interval_s(shortest_s: float = POLL_INTERVAL_S) -> float:
     """Seconds between two reads of what others have published: 5.1 with 1,024 processes."""
-    return max(shortest_s, _this_process.num_processes / MAX_POLLS_PER_S)
+    return max(shortest_s, this_process.num_processes / MAX_POLLS_PER_S)
 
 
 def is_connected() -> bool:
@@ -151,7 +147,7 @@ def is_connected() -> bool:
 def to_lines(text: str) -> str:
     """Escapes a text for the terminal. Every process except 0 adds its index to each line."""
     text = errors.escape(text.rstrip(), keep="\n\t")
-    if (index := _this_process.index) > 0:
+    if (index := this_process.index) > 0:
         text = textwrap.indent(text, f"process {index}: ", lambda _: True)
     return text
 
@@ -205,7 +201,7 @@ def exit_now(code: int, *, key: str = _EXITED_KEY) -> NoReturn:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has ended: JAX ends all
             publish(key, str(code))
             num_ended = 0
-            while _this_process.index == 0 and num_ended < _this_process.num_processes:
+            while this_process.index == 0 and num_ended < this_process.num_processes:
                 events = read_folder("event")
                 num_ended = len(events.get(_FAILED_KEY, {}) | events.get(_EXITED_KEY, {}))
                 time.sleep(POLL_INTERVAL_S / 5)
@@ -230,7 +226,7 @@ def find_failed_peer() -> tuple[int, int] | None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         _events = read_folder("event")
     failed = last_read(_FAILED_KEY)
-    peers = [(index, int(code)) for index, code in failed.items() if index != _this_process.index]
+    peers = [(index, int(code)) for index, code in failed.items() if index != this_process.index]
     return min(peers, default=None)
 
 

@@ -29,6 +29,7 @@ GPU_MEMORY_FRACTION = 0.92
 is set. JAX's default is 0.75. The remaining 6 GiB of an H100's 79 are for CUDA and NCCL:
 `choose_fraction`."""
 
+WSL_DEVICE = pathlib.Path("/dev/dxg")  # exists in the Windows Subsystem for Linux with GPUs
 DEVICES_PER_NODE = 8  # GPUs per node, unless the user gives another number
 
 PROCESS_OVERHEAD_BYTES = 6 * GIB
@@ -47,7 +48,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         return 0
     dev = pathlib.Path("/dev")
     num_installed = len([*dev.glob("nvidia[0-9]*")])
-    has_wsl_gpus = num_installed == 0 and is_wsl()
+    has_wsl_gpus = num_installed == 0 and WSL_DEVICE.exists()
     if num_installed == 0 and not has_wsl_gpus:
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -61,11 +62,6 @@ def count_gpus(environ: Mapping[str, str]) -> int:
             break
         num_visible += 1
     return num_visible
-
-
-def is_wsl() -> bool:
-    """True in the Windows Subsystem for Linux, if it has GPUs."""
-    return pathlib.Path("/dev/dxg").exists()
 
 
 def gpu_memory_bytes() -> int | None:

@@ -150,7 +150,7 @@ class Preemption:
         elif number != signal.SIGHUP and now - self._signal_time > SAME_SIGNAL_S:
             distributed.log(f"ended by a second {number.name}")
             code = 128 + number
-            if distributed.this_process().index == 0:
+            if distributed.this_process.index == 0:
                 os._exit(code)  # JAX ends the others when process 0 is gone
             distributed.abort_job(code)
         if self.reason is None:
@@ -182,7 +182,7 @@ class Preemption:
         """
         assert self._progress is not None, "set by _hold_dispatch"
         all_progress = [self._progress]
-        process = distributed.this_process()
+        process = distributed.this_process
         if distributed.is_connected():
             published = distributed.read_folder("progress").get("progress", {})
             if process.index not in published:

@@ -14,7 +14,7 @@ from jaxsp.blocks import float8, layers, registry
 from jaxsp.blocks.block import Workload
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import axes, batch, errors
+from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing.loader import RowPlacement
@@ -189,10 +189,7 @@ class StepSpec:
     @property
     def num_microbatches(self) -> int:
         """Number of microbatches in a step."""
-        return batch.num_microbatches(
-            rows_per_step=self.config.rows_per_step,
-            global_microbatch_rows=self.global_microbatch_rows,
-        )
+        return self.config.rows_per_step // self.global_microbatch_rows
 
     @property
     def mlp_tiles(self) -> list[int]:

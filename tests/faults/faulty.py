@@ -32,7 +32,7 @@ def main() -> None:
         is_due = (
             what != "slow"
             and self._num_finished == int(step)
-            and distributed.this_process().index == int(process)
+            and distributed.this_process.index == int(process)
             and not marker.exists()
         )
         if not is_due:

@@ -8,7 +8,7 @@ from tests import commands
 
 
 @pytest.fixture(scope="module")
-def entries(tmp_path_factory):
+def banners(tmp_path_factory):
     folder = tmp_path_factory.mktemp("banner")
     commands.write_documents(folder / "train.jsonl", [100, 60, 40])
     quickstart = config_file.read(commands.REPO / "configs/quickstart.yaml")
@@ -21,8 +21,8 @@ def entries(tmp_path_factory):
     return banner.describe_run(inputs)
 
 
-def test_the_first_lines_have_tokens_of_a_step_steps_epochs_and_learning_rate(entries):
-    training, batch, *_ = banner.select_pairs(entries, is_verbose=False)
+def test_the_first_lines_have_tokens_of_a_step_steps_epochs_and_learning_rate(banners):
+    training, batch, *_ = banners[1]
     assert training == (
         "training",
         "4 steps of 128 tokens; 2 epochs of 2 steps; learning rate 0.004",
@@ -30,8 +30,8 @@ def test_the_first_lines_have_tokens_of_a_step_steps_epochs_and_learning_rate(en
     assert batch[1].startswith("2 rows of 64 tokens per step")
 
 
-def test_details_are_for_experts(entries):
-    short, full = (banner.select_pairs(entries, is_verbose=flag) for flag in (False, True))
+def test_details_are_for_experts(banners):
+    full, short = banners
     assert {"weights", "memory"} <= dict(full).keys() - dict(short).keys()
     (attention,) = [text for label, text in short if label == "attention"]
     assert attention.startswith("Ulysses of 4, blockwise kernel (blockwise because cuDNN")

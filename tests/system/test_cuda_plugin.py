@@ -25,9 +25,11 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1181
         ((0, 12, 0), True, "INVALID_ARGUMENT: shapes", None),
     ],
 )
-def test_an_error_that_another_allocator_avoids_names_it(monkeypatch, version, is_wsl, text, cause):
+def test_an_error_that_another_allocator_avoids_names_it(
+    monkeypatch, tmp_path, version, is_wsl, text, cause
+):
     monkeypatch.setattr(jax, "__version_info__", version)
-    monkeypatch.setattr(hardware, "is_wsl", lambda: is_wsl)
+    monkeypatch.setattr(hardware, "WSL_DEVICE", tmp_path if is_wsl else tmp_path / "dxg")
     message = cuda_plugin.explain(RuntimeError(text))
     assert (message is None) == (cause is None)
     if cause is not None:

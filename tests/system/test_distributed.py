@@ -62,7 +62,7 @@ def test_all_events_are_read_from_process_0_at_once(monkeypatch):
 
 @pytest.mark.parametrize("num_processes", [2, 8, 100, 1024, 10_000])
 def test_process_0_answers_a_limited_number_of_reads(monkeypatch, num_processes):
-    monkeypatch.setattr(distributed, "_this_process", Process(num_processes=num_processes))
+    monkeypatch.setattr(distributed, "this_process", Process(num_processes=num_processes))
     reads_per_s = num_processes / distributed.poll_interval_s()
     assert reads_per_s <= distributed.MAX_POLLS_PER_S
     assert distributed.poll_interval_s() == 0.5 or reads_per_s == distributed.MAX_POLLS_PER_S

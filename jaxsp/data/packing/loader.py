@@ -11,15 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.core import batch
-from jaxsp.core.batch import (
-    PER_ROW,
-    PER_TOKEN,
-    SPECS,
-    Batch,
-    Pairs,
-    num_microbatches,
-    step_row_index,
-)
+from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, step_row_index
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing import balance, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
@@ -131,11 +123,10 @@ class BatchLoader:
         if documents.per_record == 2:
             self._specs["documents_BM"] = PER_ROW
         num_slots = placement.num_groups * placement.rows_per_microbatch
-        microbatches = num_microbatches(
-            rows_per_step=placement.rows_per_step, global_microbatch_rows=num_slots
-        )
+        num_microbatches, remainder = divmod(placement.rows_per_step, num_slots)
+        assert remainder == 0, (placement.rows_per_step, num_slots)
         self._places = step_row_index(
-            np.arange(microbatches)[:, None],
+            np.arange(num_microbatches)[:, None],
             np.arange(num_slots),
             num_groups=placement.num_groups,
             rows_per_microbatch=placement.rows_per_microbatch,

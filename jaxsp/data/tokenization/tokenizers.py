@@ -100,7 +100,7 @@ def load(name: str) -> "transformers.PreTrainedTokenizerBase":
         raise UserError(f"cannot be loaded: {reason}. {suggestion}") from None
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
         raise UserError(f"has an empty vocabulary, so text has no tokens. {suggestion}")
-    if distributed.this_process().index == 0:
+    if distributed.this_process.index == 0:
         for note in notes:
             print(note, flush=True)
     return tokenizer
