@@ -256,8 +256,14 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             f"num_key_value_heads = {num_kv_heads}: must divide num_attention_heads, "
             f"which is {num_heads}. Use {errors.format_choices(divisors)}."
         )
-    head_dim = fields.get("head_dim") or fields["hidden_size"] // num_heads
-    if head_dim % 2:
+    hidden_size = fields["hidden_size"]
+    head_dim = fields.get("head_dim")
+    if head_dim is None and hidden_size % num_heads:
+        yield (
+            f"hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
+            f"which is {num_heads}."
+        )
+    elif (head_dim := head_dim or hidden_size // num_heads) % 2:
         yield (
             f"head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
             "Use 64 or 128."
@@ -298,6 +304,11 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
                 f"{num_groups}, and that many groups must have num_experts_per_tok experts, "
                 f"{num_chosen}. Use {num_groups}."
             )
+    for name in ("linear_a_log", "linear_dt"):
+        low = given.get(f"{name}_min", 0)
+        high = given.get(f"{name}_max", 1)
+        if low >= high:
+            yield f"{name}_min = {low}: must be below {name}_max, which is {high}."
     num_layers = fields["num_hidden_layers"]
     yield from (
         f"{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "
