@@ -61,7 +61,7 @@ class Decays:
 
 
 class ChunkMap(NamedTuple):
-    """What a chunk does to any incoming state X: it becomes decay X - d X + u, and the chunk's
+    """Effect of a chunk on any incoming state X: it becomes decay X - d X + u, and the chunk's
     output is q X + out."""
 
     decay: Float32[Array, "T G R"]

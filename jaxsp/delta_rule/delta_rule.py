@@ -150,7 +150,7 @@ def compute_token(
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs."""
+    """Arrays that the backward pass needs."""
 
     inputs: tuple[Array, ...]
     maps: tuple[Array, Array, Array]

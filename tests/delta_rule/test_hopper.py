@@ -35,7 +35,7 @@ def inputs():
     rng = np.random.default_rng(0)
     normal = lambda heads: np.array(rng.standard_normal((1, TOKENS, heads, 64)), jnp.bfloat16)
     is_first = np.isin(np.arange(TOKENS), (3, 20, 21, 60, 177))[None]
-    q, k, v, dout = normal(1), normal(1), normal(2), normal(2)
+    q, k, v, dout = map(normal, (1, 1, 2, 2))
     g, beta = rng.random((2, 1, TOKENS, 2), np.float32)
     padding = np.arange(TOKENS) < 3
     for array in (q, k, v, g, beta, dout):
