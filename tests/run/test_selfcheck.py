@@ -244,6 +244,15 @@ def test_a_run_checks_the_kernels_that_it_uses(monkeypatch):
     assert experts.inputs["up"].shape[1:] == (spec.model.experts.size, spec.model.hidden_size)
     assert products.inputs["weight"].shape == (spec.model.intermediate_size, spec.model.hidden_size)
     messages.assert_names(line, *(check.field for check, _ in tried))
+    is_delta_net = lambda check: check.field.startswith(selfcheck.DELTA_NET_FIELD)
+    monkeypatch.setattr(
+        KernelCheck, "measure_errors", lambda check, device: {"out": float(is_delta_net(check))}
+    )
+    (line,), must_replace = selfcheck.check_device(spec, may_replace=True)
+    assert must_replace
+    messages.assert_names(line, selfcheck.DELTA_NET_FIELD, "wrong results")
+    with pytest.raises(UserError, match=selfcheck.DELTA_NET_FIELD):
+        selfcheck.check_device(spec)
 
 
 def test_cpus_are_not_checked():
