@@ -18,7 +18,7 @@ from jaxsp.delta_rule.spans import RowSpans
 from tests import batches
 from tests.delta_rule import interpreted
 
-TOKENS = 200
+TOKENS = 120
 HOPPER = types.SimpleNamespace(compute_capability="9.0")
 
 
@@ -31,10 +31,10 @@ def differentiate(rule, inputs):
 
 @pytest.fixture(scope="module")
 def inputs():
-    """Segments of 1 to 117 tokens, one of them in two chunks; and padding."""
+    """Segments of 1 to 59 tokens, one of them in two chunks; and padding."""
     rng = np.random.default_rng(0)
     normal = lambda heads: np.array(rng.standard_normal((1, TOKENS, heads, 64)), jnp.bfloat16)
-    is_first = np.isin(np.arange(TOKENS), (3, 20, 21, 60, 177))[None]
+    is_first = np.isin(np.arange(TOKENS), (3, 20, 21, 80))[None]
     q, k, v, dout = map(normal, (1, 1, 2, 2))
     g, beta = rng.random((2, 1, TOKENS, 2), np.float32)
     padding = np.arange(TOKENS) < 3
@@ -43,7 +43,7 @@ def inputs():
     return q, k, v, -0.2 * g, beta, dout, is_first
 
 
-@pytest.mark.parametrize("max_chunks", [4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_chunks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_outputs_and_gradients_are_those_of_the_recurrence(inputs, max_chunks):
     """With one section, and with two, between which states and their gradients pass."""
     hopper = pytest.importorskip("jaxsp.delta_rule.hopper", reason="needs jax-linear-attention")
