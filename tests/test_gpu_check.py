@@ -1,9 +1,7 @@
 """scripts/gpu_check.sh runs its stages within their time limits and writes each result at once."""
 
 import argparse
-import json
 import pathlib
-import re
 import subprocess
 import sys
 import time
@@ -12,8 +10,7 @@ import pytest
 
 from jaxsp.system import hardware
 from scripts import gpu_check, gpu_stages
-from scripts.bench import cases, first_checks, report, step
-from tests import messages
+from scripts.bench import cases, first_checks, step
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -86,15 +83,6 @@ def test_the_benchmarks_accept_the_options_of_each_stage(tmp_path, monkeypatch):
     assert table.resume == tmp_path / "old.json"
 
 
-def run_stage(monkeypatch, out, *parts, until=60):
-    """Exit code, index and log line of a stage of these parts."""
-    monkeypatch.setitem(gpu_stages.STAGES, "mine", gpu_stages.Stage(topics="", parts=parts))
-    args = argparse.Namespace(out=out, commit=None, resume=None)
-    code = gpu_check.run_stage("mine", args, FACTS, until=time.monotonic() + until)
-    (index,) = out.glob("*-h100-80gb-hbm3-mine.json")
-    return code, json.loads(index.read_text()), (out / "LOG.md").read_text().splitlines()[-1]
-
-
 @pytest.fixture
 def benchmark(tmp_path, monkeypatch):
     """Makes a part whose module writes a result, prints a line, and ends as asked."""
@@ -113,57 +101,3 @@ sys.exit({code})
         return gpu_stages.Part(name=name, seconds=seconds, module=name, arguments=())
 
     return make
-
-
-@pytest.mark.e2e
-def test_a_part_that_takes_too_long_is_ended_and_keeps_its_results(
-    monkeypatch, tmp_path, benchmark
-):
-    monkeypatch.setattr(gpu_check, "LEAST_S", 2)
-    parts = benchmark("slow", sleep=60, seconds=2), benchmark("late")
-    began = time.monotonic()
-    code, index, line = run_stage(monkeypatch, tmp_path / "out", *parts, until=3)
-    assert time.monotonic() - began < 20
-    assert code == 1
-    assert [part["status"] for part in index["parts"]] == [report.TIMED_OUT, report.NOT_RUN]
-    expected = ("slow: result of slow", report.TIMED_OUT, "late", report.NOT_RUN)
-    assert re.search(messages.containing(*expected), line)
-
-
-TESTS = """
-import pytest
-
-def test_passes():
-    pass
-
-@pytest.mark.skip
-def test_skips():
-    pass
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("text", "status", "summary"),
-    [
-        (TESTS, report.OK, "1 passed, 1 skipped in"),
-        (TESTS.replace("    pass", "    assert 0", 1), report.FAILED, "0 passed, 1 failed, 1 skip"),
-        (
-            TESTS.replace("def test_passes", "@pytest.mark.skip\ndef test_"),
-            report.FAILED,
-            "0 passed",
-        ),
-        ("import os\nos.abort()", report.FAILED, "no results"),
-    ],
-    ids=["passed", "failed", "all skipped", "crashed"],
-)
-def test_a_part_of_tests_counts_them(monkeypatch, tmp_path, text, status, summary):
-    monkeypatch.setattr(gpu_check.machine, "REPO", tmp_path)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_it.py").write_text(text)
-    part = gpu_stages.Part(
-        name="tests", seconds=60, module="pytest", arguments=("test_it.py",), is_tests=True
-    )
-    _, index, _ = run_stage(monkeypatch, tmp_path / "out", part)
-    assert index["parts"][0]["status"] == status
-    assert index["parts"][0]["summary"].startswith(summary)

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp import report
-from jaxsp.core.errors import UserError
 from jaxsp.run.report import page
-from tests import messages
 from tests.run import synthetic_runs
 from tests.run.synthetic_runs import CONFIG, write_run
 
@@ -105,46 +103,6 @@ def test_the_page_shows_the_numbers_of_the_files(tmp_path, monkeypatch):
         assert text in shown.text
 
 
-def test_answers_of_a_reward_model_have_scores(tmp_path):
-    lines = [line | {"chosen_logp": 1.0} for line in synthetic_runs.metrics_lines(2)]
-    config = CONFIG | {"objective": {"name": "reward"}}
-    shown = make_page(tmp_path, write_run(tmp_path / "a", lines, config=config))
-    assert "Score of chosen answers" in shown.charts
-    assert not [title for title in shown.charts if "robability" in title]
-
-
-def test_several_runs_are_side_by_side(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    other = CONFIG | {"optimizer": {"learning_rate": 0.5}}
-    for name, config in (("a", CONFIG), ("b", other)):
-        evals = synthetic_runs.eval_lines([20])
-        write_run(tmp_path / name, synthetic_runs.metrics_lines(20), evals=evals, config=config)
-    shown = make_page(tmp_path, "a", "b")
-    for title, names in (
-        ("Tokens per second, all devices", ["a", "b"]),
-        ("Evaluation: loss", ["a: held out", "b: held out"]),
-    ):
-        traces = shown.charts[title]["traces"]
-        assert [trace["name"] for trace in traces] == names
-        assert traces[0]["line"]["color"] != traces[1]["line"]["color"]
-    differences = shown.text.split("Config fields that differ")[1].split("Charts")[0]
-    assert differences.split() == ["a", "b", "optimizer.learning_rate", "0.0001", "0.5"]
-
-
-def test_results_of_other_settings_are_apart(tmp_path, monkeypatch):
-    """jaxsp eval appends lines of the same steps, with whatever settings it was given."""
-    monkeypatch.chdir(tmp_path)
-    evals = synthetic_runs.eval_lines([25, 50])
-    evals.append(evals[-1] | {"loss": 0.5, "compute_dtype": "float32"})
-    # other rows that cut no document change nothing: the line replaces that of training
-    evals.append(evals[1] | {"loss": 2.25, "row_tokens": 512})
-    write_run(tmp_path / "a", synthetic_runs.metrics_lines(50), evals=evals)
-    assert make_page(tmp_path, "a").read_lines("Evaluation: loss") == {
-        "a: held out": [evals[0]["loss"], 2.25],
-        "a: held out, float32 compute": [0.5],
-    }
-
-
 def test_names_from_users_stay_text_in_a_page_that_loads_nothing(tmp_path):
     directory = write_run(
         # a name with every character that a folder may have
@@ -168,34 +126,6 @@ def test_names_from_users_stay_text_in_a_page_that_loads_nothing(tmp_path):
         assert policy.startswith("default-src 'none'")
 
 
-def test_long_runs_keep_their_extremes(tmp_path):
-    lines = list(synthetic_runs.metrics_lines(10_000))
-    lines[7776]["loss"] = 900.0
-    lines[1234]["loss"] = -1.0
-    shown = make_page(tmp_path, write_run(tmp_path / "a", lines))
-    trace = shown.charts["Training loss"]["traces"][0]
-    assert len(trace["y"]) == len(trace["x"]) <= page.MAX_POINTS
-    assert trace["x"] == sorted(trace["x"])
-    places = dict(zip(trace["x"], trace["y"], strict=True))
-    assert (places[7777], places[1235]) == (900.0, -1.0)
-
-
-def test_damaged_lines_are_left_out_and_the_last_line_of_a_step_counts(tmp_path):
-    lines = list(synthetic_runs.metrics_lines(5))
-    directory = write_run(tmp_path / "a", lines)
-    with (directory / "metrics.jsonl").open("ab") as file:
-        file.write(json.dumps(lines[2] | {"loss": 9.5}).encode() + b"\n")
-        file.write(b'[1, 2]\n{"step": "x"}\n\xff\xfe\n{"step": 6, "lo')
-    (directory / "eval.jsonl").write_text(
-        '{"step": 5, "data": "x", "loss_by_position": {"0": "y"}}'
-    )
-    (directory / "starts.jsonl").write_text('{"from_step": 0, "memory": null}')
-    shown = make_page(tmp_path, directory)
-    losses = [line["loss"] for line in lines]
-    (trace,) = shown.charts["Training loss"]["traces"]
-    assert trace["y"] == [*losses[:2], 9.5, *losses[3:]]
-
-
 def test_the_command_writes_into_the_run_or_the_current_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "a", synthetic_runs.metrics_lines(2))
@@ -208,26 +138,3 @@ def test_the_command_writes_into_the_run_or_the_current_folder(tmp_path, monkeyp
         charts = shown.charts.get("Training loss", {"traces": []})
         assert len(charts["traces"]) == num_lines
     assert "-> a/empty.html (" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["missing"], ["RUN = missing: has no config.yaml"]),
-        (["a", "--out", "missing/x.html"], ["--out = missing/x.html"]),
-        (["broken"], ["broken/config.yaml: cannot be read"]),
-    ],
-)
-def test_folders_that_are_not_runs_are_refused(tmp_path, monkeypatch, words, expected):
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "a", synthetic_runs.metrics_lines(2))
-    (write_run(tmp_path / "broken", []) / "config.yaml").write_text("a: [")
-    with pytest.raises(UserError, match=messages.containing(*expected)):
-        report.main(words)
-
-
-def test_a_missing_plotly_is_an_error_with_the_command_that_installs_it(tmp_path, monkeypatch):
-    write_run(tmp_path / "a", synthetic_runs.metrics_lines(2))
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"pip install 'jaxsp\[report\]'"):
-        report.main([str(tmp_path / "a")])
