@@ -93,7 +93,7 @@ class MixerInput(nnx.Module):
 
     A subclass has `__call__(x_BlD, positions_Bl, keys, rope_index=0)`, with keys as in
     `FeedForward` and the index of the layer's RoPE into `ModelConfig.ropes`. It returns the arrays
-    that are mixed, and those that the part after it gets too, `mlp_input` of `normalize` first.
+    to mix, and those for the part after the mixing, of which `mlp_input` of `normalize` is first.
     """
 
     def __init__(self, config: ModelConfig):
@@ -103,8 +103,8 @@ class MixerInput(nnx.Module):
     def normalize(
         self, x_BlD: Float[Array, "B l D"]
     ) -> tuple[Float[Array, "B l D"], Float[Array, "B l D"] | None]:
-        """Input of the projections; and the same as mlp_input, if that of the feed-forward is that
-        of the mixer (`ModelConfig.is_parallel`), else None."""
+        """Input of the projections, and mlp_input: the same array if the feed-forward has the
+        mixer's input (`ModelConfig.is_parallel`), else None."""
         x_BlD = apply_norm(self.norm, x_BlD)
         return x_BlD, x_BlD if self.is_parallel else None
 

@@ -297,8 +297,8 @@ class DeltaNet(Mixer):
         return sizes.num_heads * sizes.value_size * itemsize
 
     def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
-        """The inputs and their gradients, and arrays of chunks: five of each chunk's map and
-        states, and about nine for each matrix of those that are computed at a time."""
+        """The inputs and their gradients, and arrays of all chunks. The kernel `xla` adds about
+        nine float32 arrays for each matrix of the maps that are computed at a time."""
         sizes = _sizes(config)
         H = sizes.num_heads
         K = sizes.key_size

@@ -37,7 +37,7 @@ def list_steps(folder: pathlib.Path) -> list[int]:
 def find_latest(
     path: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()
 ) -> pathlib.Path | None:
-    """Finds the latest checkpoint of a run directory or of a folder; a checkpoint is returned."""
+    """Finds the latest checkpoint of a run or a folder; returns the path if it is a checkpoint."""
     directory = pathlib.Path(path).resolve()
     is_numbered = directory.name.isdecimal() and directory.parent.name == CHECKPOINTS_DIR
     has_items = (directory / META).is_dir() and (

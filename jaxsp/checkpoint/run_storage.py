@@ -104,7 +104,7 @@ class Uploads:
             self.store.delete(object_name(step))
 
     def claim(self) -> None:
-        """Uploads the files without which the store is not this run's, in process 0.
+        """Uploads the files that mark the store as this run's, in process 0.
         Until then, no process may upload a shard: a later start would refuse the store."""
         if jax.process_index() == 0 and (self.folder / run_paths.CONFIG_FILE).exists():
             if not (self.folder / ID_FILE).exists():

@@ -198,7 +198,7 @@ class CheckpointWriter:
         unpadded = checksums.unpadded_shapes(self._trained, items)
         arrays = checksums.name_leaves(items)
         compile_began = time.monotonic()
-        with self.status.compiling("checksums"):  # which takes time before the first checkpoint
+        with self.status.compiling("checksums"):  # takes time before the first checkpoint
             # in the thread, after what `compile_ahead` has started there
             self._pool.submit(checksums.compile_programs, arrays, unpadded).result()
         self.compile_s = time.monotonic() - compile_began
@@ -295,7 +295,7 @@ class CheckpointWriter:
         def finish_writing() -> None:
             wait_for_commits(commits)
             if self.uploads is not None and step in self.uploads.complete:
-                self.uploads.delete(step)  # of a part of the run that is repeated
+                self.uploads.delete(step)  # the run repeats this step
             self.write_s = time.monotonic() - began
 
         yield from self._submit(finish_writing, lambda: self._finalize(meta))

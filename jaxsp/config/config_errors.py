@@ -271,8 +271,8 @@ class Schema:
         return errors.find_nearest(path[0], self.sections)
 
     def find_counterpart(self, name: str) -> Counterpart | None:
-        """Returns the counterpart in jaxsp of another system's option. Also of the name of a field
-        without its section, or in a section that jaxsp does not have."""
+        """Returns the counterpart in jaxsp of another system's option, or of the name of a field
+        without its section or with one that jaxsp does not have."""
         counterpart = foreign_names.find(name)
         section_name, dot, _ = name.partition(".")
         if counterpart is not None or (dot and section_name in self.sections):

@@ -102,8 +102,8 @@ def partition_specs(batch: Batch) -> Batch:
 
 
 def max_pairs(*, rows_per_step: int, max_segments: int) -> int:
-    """Largest number of pairs of a step. A row has at most one document of a pair in two rows,
-    whose other one may be in another step of an evaluation."""
+    """Largest number of pairs of a step. A row has at most one document whose partner is in
+    another row. In an evaluation, that row may belong to another step."""
     return rows_per_step * ((max_segments + 1) // 2)
 
 

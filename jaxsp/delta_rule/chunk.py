@@ -8,8 +8,8 @@ and is 0 before the first token of a segment. For a chunk of C tokens with incom
 
     New = U - W X;    out = Q X + A New;    X' = decay X + K^T New
 
-where U, W, Q, A, K and decay do not depend on X. All that does not is computed for many chunks at
-once, so that one chunk after the other needs one product:
+where U, W, Q, A, K and decay do not depend on X. Everything that does not depend on X is computed
+for many chunks at once. Then the pass from chunk to chunk needs one product for each:
 
     X' = decay X - (K^T W) X + K^T U;    out = (Q - A W) X + A U
 
@@ -150,7 +150,7 @@ def update_state(
     *,
     is_reversed: bool = False,
 ) -> Float32[Array, "T G R K V"]:
-    """The state that leaves a chunk: see `ChunkMap`. Args: is_reversed: d is to be transposed."""
+    """The state that leaves a chunk: see `ChunkMap`. Args: is_reversed: transposes d."""
     spec = "...lk,...lv->...kv" if is_reversed else "...kl,...lv->...kv"
     stored = multiply(spec, d, x, dtype=dtype)
     return decay[..., None, None] * x - stored + u.astype(jnp.float32)

@@ -9,8 +9,8 @@ joins them.
     backward    3  the same for gradients of states, from the last chunk to the first
                 4  gradients of the maps of chunks, and of what they were computed from
 
-What states pass through is one product for each chunk of a section, of all sections at once. JAX's
-own backward pass would keep float32 numbers of all chunks.
+The passes over states take one product for each chunk of a section, for all sections at once. JAX's
+own backward pass would keep float32 arrays of all chunks.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ MATRICES_AT_A_TIME = 1024
 its arrays, and more at a time take memory."""
 
 _EPS = 1e-6
-"""Added to the sum of squares that q and k are divided by the root of."""
+"""Number added to the sum of squares before q and k are divided by its root."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,8 @@ def compute(
 def compute_with_state(
     *inputs: Array, spans: RowSpans
 ) -> tuple[Float[Array, "B l H V"], Float32[Array, "B G R K V"]]:
-    """The same without gradients; and the state after each row's last token, on every device."""
+    """Outputs as of `compute`, without gradients; and the state after each row's last token, on
+    every device."""
     rule = _Rule.make(inputs[0], inputs[2], spans)
     return jax.vmap(rule.run_with_state)(*inputs)
 
@@ -224,7 +225,7 @@ class _Rule:
             x: states that enter sections. Nothing is added to columns that u does not have.
             decay, d, u: of the maps of chunks, [groups, n, ...].
             is_reversed: gradients of states, from the last chunk to the first.
-            keeps: whether to keep those that enter chunks, in the compute dtype.
+            keeps: True to keep the states that enter chunks, in the compute dtype.
         """
         count = self.sections.num_chunks
         by_section = lambda x: x.reshape(-1, count, *x.shape[2:])

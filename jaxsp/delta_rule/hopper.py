@@ -1,7 +1,8 @@
-"""The gated delta rule by kernels for Hopper GPUs: those of jax-linear-attention.
+"""The gated delta rule with the kernels of jax-linear-attention for Hopper GPUs.
 
-The passes are those of `delta_rule`, and `stitching` joins sections. But a section is a whole span,
-and the kernels take sections for rows of a batch. A row that is one section has no map pass.
+The passes are those of `delta_rule`, and `stitching` joins sections. A section is a whole span, up
+to the kernels' maximum, and one row of the kernels' batch. A row that is one section has no map
+pass.
 
 Decays are differences of prefix sums over a chunk, in float32. In bfloat16, that loses nothing: the
 outputs are as near to the recurrence as those of plain XLA.
@@ -40,7 +41,7 @@ def compute(
 ) -> Float[Array, "B l H V"]:
     """Outputs of this device's tokens: see `delta_rule.compute`.
 
-    Args: max_chunks: maximum number of chunks of a section; None: what the kernels take.
+    Args: max_chunks: maximum number of chunks of a section; None: the kernels' maximum.
     """
     sections = _Sections.divide(spans, max_chunks or jla.MAX_GRID_YZ)
     normalize = lambda x: delta_rule.normalize(x).astype(v.dtype)
@@ -72,7 +73,7 @@ class _Sections:
     """Division of a device's tokens into P sections, and the passes over them.
 
     Dims: P sections, of all rows; t tokens of a section, with padding; n chunks of a section. The
-    kernels have transposed states [V, K].
+    kernels' states are transposed, [V, K].
     """
 
     spans: RowSpans

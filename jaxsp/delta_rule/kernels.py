@@ -23,7 +23,7 @@ _TESTED_JAX = ((0, 11, 2), (0, 12))
 """First tested release of jax, and the last tested series."""
 
 _SIZES = (64, 128)
-"""Sizes of keys and values that the kernels have."""
+"""Sizes of keys and values that the kernels of jax-linear-attention support."""
 
 
 def find(name: str) -> Callable[..., Array]:
@@ -53,7 +53,7 @@ def choose(requested: str, *, sizes: Sequence[int], dtype: str, devices: Sequenc
 
 
 def _find_problems(sizes: Sequence[int], dtype: str, devices: Sequence[Any]) -> Iterator[str]:
-    """Yields what the kernels need and lack."""
+    """Yields what the kernels of jax-linear-attention need and do not have here."""
     if any(getattr(device, "compute_capability", "") != "9.0" for device in devices):
         yield "Hopper GPUs (H100, H200, GH200)"
     if dtype != "bfloat16":

@@ -71,10 +71,7 @@ class RowSpans:
         return ranks[jax.lax.axis_index(axes.SEQ)] if self.seq > 1 else ranks[0]
 
     def halo(self, x_BlX: Array, *, size: int) -> Array:
-        """The `size` tokens before each span, [B, count, size, X]; 0 before the row.
-
-        Tokens of more than one span before count as 0, where spans are shorter than `size`.
-        """
+        """The `size` tokens before each span, [B, count, size, X]; 0 before the row."""
         assert size <= self.span_tokens, (size, self)
         B, _, X = x_BlX.shape
         tails = x_BlX.reshape(B, self.count, self.span_tokens, X)[:, :, -size:]

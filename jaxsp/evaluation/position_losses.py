@@ -81,7 +81,7 @@ class PositionSums:
         is_filled_C = has_tokens_C & self._is_filled_C
         filled_counts = self._sum_buckets(self._num_tokens_C, is_filled_C)
         filled_losses = self._sum_buckets(self._losses_C, is_filled_C)
-        with np.errstate(invalid="ignore"):  # of a document's mean, from each bucket to the next
+        with np.errstate(invalid="ignore"):  # NaN from infinite losses
             mean_C = self._losses_C / np.maximum(self._num_tokens_C, 1)
             change_C = np.diff(mean_C, prepend=0)
         is_compared_C = is_filled_C & (self._bucket_C > 0)

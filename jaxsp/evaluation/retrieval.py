@@ -79,7 +79,7 @@ class RetrievalEvaluator:
             if not chosen:
                 continue
             own = evaluator.for_texts()
-            if is_long:  # as many whole rows in one
+            if is_long:  # rows as long as several of the run's
                 longest = max(sample.length for _, sample in chosen)
                 longer = -(-longest // row_tokens) * row_tokens
                 own = Evaluator(own.spec.respec(row_tokens=longer, rows_per_microbatch=1), [])

@@ -94,7 +94,7 @@ class Programs:
 
     @functools.cached_property
     def make_slots(self) -> Callable[[Prompts, int], Arrays]:
-        """(prompts, number of new tokens) -> slots for a power of two of them on each device."""
+        """(prompts, number of new tokens) -> slots for them: on each device, a power of two."""
 
         def run(prompts: Prompts, num_tokens: int) -> Arrays:
             per_device = -(-num_tokens // self.spec.mesh.shape[axes.SEQ])

@@ -110,7 +110,7 @@ class SampleGenerator:
 def select_samples(
     documents: Documents, count: int, max_prompt_tokens: int, max_new_tokens: int
 ) -> list[Sample]:
-    """Samples of the first documents, or pairs' first. Longer prompts lose their beginning."""
+    """Samples of the first document of `count` records. Longer prompts lose their beginning."""
     samples = []
     for number in range(0, len(documents.lengths), documents.per_record)[:count]:
         length = int(documents.lengths[number])

@@ -158,7 +158,7 @@ class OtherParts:
     """Tensors of the other parts, by their names in its files."""
 
     def add_fields(self, text: dict[str, Any]) -> dict[str, Any]:
-        """Returns the whole model's fields; those beside text_config too are of `text`."""
+        """Returns the whole model's fields; text_config and shared ones beside it are `text`'s."""
         fields = self.source.config_fields
         shared = ["dtype", "torch_dtype", "architectures", "tie_word_embeddings"]
         shared += [name for name in config_fields.TOKEN_ID_FIELDS if name in fields]

@@ -192,7 +192,7 @@ def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]
 def _match_names(fields: dict[str, Any], model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Projections (targets), and tensors of experts (target_parameters), that PEFT adapts.
 
-    Raises: UserError for names of others, and for what it adapts in some layers only.
+    Raises: UserError for other names, and for a projection that it adapts in some layers only.
     """
     numbers = tuple(n for n, layer in enumerate(model.layers) if layer.feed_forward == EXPERTS)
     offered = dict.fromkeys(adapters.list_parameters(model), numbers)

@@ -454,7 +454,7 @@ def find_group_problems(
 ) -> list[str]:
     """Problems of one group, which begin with the names of its fields.
 
-    Args: fields: of config.json; outside: valid ones beside the groups that belong to this one.
+    Args: fields: of config.json; outside: valid fields beside the groups that apply to this one.
     """
     type_name, *others = [group[name] for name in _TYPE_FIELDS if name in group] or ["default"]
     if type_name not in support.types or others not in ([], [type_name]):

@@ -122,7 +122,7 @@ def _divide_rows(
     dtype = min((part.dtype for part in parts), key=lambda dtype: dtype in DTYPES)
 
     def read_rows(rows: slice, index: Index, read: ReadSlice) -> np.ndarray:
-        arrays = [read(part, len(part.shape) * (_WHOLE,)) for part in parts]  # which are small
+        arrays = [read(part, len(part.shape) * (_WHOLE,)) for part in parts]  # they are small
         return np.concatenate(arrays)[rows][index]
 
     first = 0

@@ -186,7 +186,7 @@ def _choose_rows(
     num_devices: int,
     memory: MemoryLimit,
 ) -> int:
-    """The largest number of rows with which a step keeps as much as it can with 1 row.
+    """Largest number of rows of a microbatch with which a step keeps as much as with 1 row.
 
     The formula may predict too much for 1 row, and too little for several: the number is larger
     than 1 only if it holds in both cases. It is 1 if some layers, but not all, may keep the MLP's

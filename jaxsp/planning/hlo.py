@@ -590,7 +590,7 @@ class KernelCost:
     efficiency: float
     """Rate of its matrix products relative to that of large ones."""
     floor_s: float
-    """Seconds that it takes at least."""
+    """Minimum seconds of a kernel whose steps follow one another; 0 for others."""
     num_runs: int
     begin_line: int
     """Line number of the instruction that starts it."""
@@ -736,12 +736,12 @@ _DELTA_RULE = re.compile(r"gdr_(kkt_fwd|state_fwd|fused_fwd|state_bwd|chunk_grad
 """Names of the kernels of `delta_rule.hopper`."""
 
 _SERIAL_PASSES = ("state_fwd", "fused_fwd", "state_bwd")
-"""Those that go through the chunks of a row one after the other."""
+"""Passes of these kernels that take the chunks of a row one after the other."""
 
 
 def _delta_rule_flops(name: str, arrays: Sequence[Sequence[tuple[str, Sequence[int]]]]) -> float:
     """Operations of a kernel of the delta rule: its products of chunks of 64 tokens with states and
-    with each other. Args: arrays: operands, of which one of the first is k, [P, t, G, K]."""
+    with each other. Args: arrays: operands; the first is q or k, [P, t, G, K]."""
     C = 64
     (_, (P, t, _, K)), *_ = arrays[0]
     (_, (_, H, _)), *_ = next(x for x in arrays if len(x[0][1]) == 3)  # beta
@@ -755,7 +755,7 @@ def _delta_rule_flops(name: str, arrays: Sequence[Sequence[tuple[str, Sequence[i
 
 
 def _find_floor(program: Program, line: Instruction) -> float:
-    """Seconds that a kernel takes at least, because its steps follow one another."""
+    """Minimum seconds of a kernel whose steps follow one another; 0 for others."""
     name = _DELTA_RULE.search(line.op_name) if line.calls(_MOSAIC) else None
     if name is None or name[1] not in _SERIAL_PASSES:
         return 0.0

@@ -62,8 +62,8 @@ def find_limits(devices: Iterable[Any]) -> MemoryLimit:
 
 
 def find_free_bytes(devices: Iterable[Any]) -> float:
-    """Memory of a device that nothing uses now; of a CPU, its part of the host's memory; 0 if it is
-    unknown. The minimum over all devices and processes, which must call it together."""
+    """Unused memory of a device; of a CPU, its part of the host's memory; 0 if it is unknown. The
+    minimum over all devices and processes, which must call it together."""
     local = _list_local(devices)
     if all(device.platform == "cpu" for device in local):
         free = _find_host_bytes(max(1, len(local)))
@@ -126,7 +126,7 @@ def outside_bytes(spec: StepSpec) -> float:
 def nccl_bytes(
     sizes: Mapping[str, int], strategy: Strategy, workloads: Iterable[LayerWorkload] = ()
 ) -> float:
-    """Estimate of NCCL's buffers on each device, with hardware.DEVICES_PER_NODE per node.
+    """Estimate of NCCL's buffers on each device, with hardware.DEVICES_PER_NODE devices per node.
 
     Args: sizes: of the mesh's axes. workloads: attention of the layers, if it is known.
     """

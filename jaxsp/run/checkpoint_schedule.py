@@ -103,7 +103,7 @@ class CheckpointSchedule:
         return self._waited_s
 
     def finish(self, state: TrainState, meta: CheckpointMeta) -> None:
-        """Writes the last state, unless it is. Raises: NeedsAttentionError if all attempts fail."""
+        """Writes the last state if needed. Raises: NeedsAttentionError if all attempts fail."""
         if self._from_step < meta.step:
             self.save(state, meta, is_last=True)
         waits_s = self._retry_waits_s = self._retry_waits_s or [*self.FINAL_RETRY_WAITS_S]

@@ -132,7 +132,7 @@ def _pack_sources(
         field: source.name or source.source
         for field, source in (opened.train | opened.evals).items()
     }
-    held_out: Any = None  # for each training source, which records are
+    held_out: Any = None  # a mask for each training source
     if config.data.eval_fraction is not None:
         held_out = row_reader.select_records(
             [tokenized[field].dataset for field in opened.train],

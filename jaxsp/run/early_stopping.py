@@ -13,7 +13,7 @@ from jaxsp.run.run_config import RunConfig
 
 
 class EarlyStopping:
-    """Counts evaluations without improvement on one eval set; a value that is not finite is none.
+    """Counts evaluations without improvement on one eval set. NaN and infinity are no improvement.
 
     Args:
         eval_set: see `evaluator.identify_eval_set`.

@@ -68,8 +68,8 @@ def finish_run(run: Run) -> None:
 def report_checks(run: Run, console: rich.console.Console) -> Run:
     """Runs the self-checks and the disk check, and prints their results.
 
-    Returns: the run, in all processes with another kernel of delta nets if the one that was chosen
-        automatically is wrong in one.
+    Returns: the run. It has another kernel of delta nets, in all processes, if the one that `auto`
+        chose is wrong in any process.
     Raises: UserError if another check fails, or no checkpoint fits on the disk.
     """
     model = run.spec.model

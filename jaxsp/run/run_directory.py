@@ -161,7 +161,7 @@ class Trackers:
     """Context of a run's trackers."""
 
     def __init__(self, config: Config, *, from_step: int, is_resume: bool):
-        """Starts the trackers in process 0. Args: is_resume: False if they do not have it yet."""
+        """Starts the trackers in process 0. Args: is_resume: False for a run new to them."""
         directory = config.run.local_dir
         saved = files.read_json(directory / tracker.IDS_FILE) if is_resume else None
         run = TrackedRun(

@@ -66,7 +66,7 @@ class DispatchedStep:
 
 
 def split_time(began: float, ended: float, *, next_ended: float) -> float:
-    """Returns the end of a step, after which the next one has ended already.
+    """Returns the time at which a step ended, once the next one has ended too.
 
     A busy host notices both ends late and together: the first step would take all of the time, and
     the next one microseconds. So they share it if the second end follows within a tenth of it.

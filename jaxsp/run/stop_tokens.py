@@ -63,7 +63,7 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
             continue  # a prompt and a completion of plain text
         options = tokenize.resolve_options(source, data=config.data, tokenizer=tokenizer)
         assert options is not None, "chats have a tokenizer"
-        template = options.template  # that of all sources
+        template = options.template  # all sources have the same
         try:
             renderer = TemplateRenderer(
                 {}, tokenizer=tokenizer, template=template, with_marks=False

@@ -108,8 +108,8 @@ class Shard:
     """Shard of the weight, in any float dtype or quantized."""
     grad_holder: Any
     """Float32 array that the loss is differentiated with respect to, but does not depend on; None
-    for a frozen weight. The gradient has its shape, dtype and memory. It has zeros, or sums of
-    gradients to which `layer_stack.OffloadedStack` adds."""
+    for a frozen weight. The gradient has its shape, dtype and memory. The holder contains zeros,
+    or sums of gradients to which `layer_stack.OffloadedStack` adds."""
 
 
 @jax.custom_jvp
@@ -159,8 +159,8 @@ class Gather:
         return jax.tree.map(make_holder, table, values)
 
     def make_working_copy(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
-        """Replaces shards in host memory by copies in the compute dtype on the device, where the
-        float32 values of one layer at a time are."""
+        """Replaces shards in host memory by copies on the device, in the compute dtype. Of their
+        float32 values, the device holds one layer at a time."""
 
         def copy(param: Parameter, value: Any) -> Any:
             if not param.is_trainable or not host_memory.is_on_host(value):
@@ -172,7 +172,7 @@ class Gather:
 
     def cast_once(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
         """Copies shards to the device in the dtypes that `all_gather` casts them to, to be gathered
-        many times; outside shard_map. Those that are there so, and quantized ones, stay."""
+        many times; outside shard_map. Quantized shards, and those that need no copy, stay."""
         return jax.tree.map(self._cast_once, table, master)
 
     def _cast_once(self, param: Parameter, value: Any) -> Any:

@@ -179,7 +179,7 @@ def pinned_pool_size(needed: int | float, limit: int | float) -> float:
     """Bytes that XLA's pool of pinned host memory takes to hold `needed` bytes in one block.
 
     The pool's regions are powers of two and are never joined. So the first request must be for
-    everything: `training.host_offload.reserve_pool`.
+    everything: `sharding.host_offload.reserve_pool`.
     Source: BFCAllocator::Extend, openxla/xla xla/tsl/framework/bfc_allocator.cc.
     """
     return float(min(2.0 ** math.ceil(math.log2(max(needed, 2**21))), limit))

@@ -39,7 +39,7 @@ OWN_AUTOTUNING_FLAG = "--xla_gpu_shard_autotuning=false"
 """Makes each process time all kernels, as if it was the only one."""
 
 MAX_CACHE_BYTES = 5 * GIB
-"""Size of the cache from which on JAX deletes the programs that were not used for longest."""
+"""Maximum size of the cache. JAX deletes the least recently used programs to stay below it."""
 
 MIN_CPU_RELEASE = (0, 12, 0)
 """First release of JAX in which `auto` keeps programs for CPUs. Before, JAX prints two errors of

@@ -56,7 +56,7 @@ class Activity:
     is_writing: bool = False
     """True if bytes written to files are progress."""
     duration_s: float | None = None
-    """Seconds that it took last time."""
+    """Seconds that the activity took last time."""
     began: float = dataclasses.field(default_factory=time.monotonic)
     last_progress: float = dataclasses.field(default_factory=time.monotonic)
 

@@ -91,7 +91,7 @@ class _TileLosses(NamedTuple):
     losses_X: Float32[Array, "X"]
     is_correct_X: Bool[Array, "X"]
     dlogits_XV: Float32[Array, "X V"]
-    """Gradient of each loss; without a label, any number."""
+    """Gradient of each loss; undefined for tokens without a label."""
     pull_logits: Callable[[Array], tuple[Array]]
     """Gradient of the products of hidden states and head from that of the logits."""
 

@@ -74,14 +74,14 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
-        """Values of all tokens from those of the queries: arrays to be merged one after another.
+        """Returns values of all tokens, given those of the queries: arrays to merge one by one.
 
         Args: fill: value of other tokens.
         """
 
     @abc.abstractmethod
     def place_keys(self, x_R: Array) -> Array:
-        """Values of all tokens from those of the keys, 0 for others."""
+        """Returns values of all tokens, given those of the keys; 0 for others."""
 
 
 @dataclasses.dataclass(frozen=True)

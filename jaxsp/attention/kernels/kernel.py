@@ -141,8 +141,8 @@ class ChunkKernel:
     packed: AttentionFunctions
     """Causal attention inside each segment."""
     off_diagonal: AttentionFunctions
-    """Those of an `OffDiagonalBlock`, which is their last argument, without a mask inside. Results
-    of other queries and keys are undefined."""
+    """Attention of an `OffDiagonalBlock`, which is the last argument, without a mask inside.
+    Results of other queries and keys are undefined."""
 
 
 class Kernel(abc.ABC):

@@ -77,7 +77,7 @@ def find_spans(
 
 
 def _find_starts(messages: Messages, text: str, render: RenderFunction) -> list[int]:
-    """Returns where each message begins in a text, and its end; none if no loop writes them."""
+    """Returns where each message begins, and the text's end; nothing if no loop writes them."""
     marked, _ = render(messages, marks_loops=True)
     pieces = _MARK.split(marked)
     if "".join(pieces[::2]) != text:

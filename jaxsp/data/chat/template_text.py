@@ -95,9 +95,9 @@ def _collect_strings(value: Any) -> list[str]:
 def find_end(text: str, message: dict[str, Any], start: int = 0) -> int | None:
     """Returns where a message ends in the text from `start` on; None if a part of it is missing.
 
-    However a template trims a message, it must write the content without thinking, and then of each
-    tool call, in any order, its name, its argument names, and the longest part of each string in
-    the arguments that no notation (JSON, Python, XML) escapes.
+    A template may trim a message. It must write the content without thinking, then the tool calls:
+    of each, in any order, its name, its argument names, and the longest part of each string in the
+    arguments that no notation (JSON, Python, XML) escapes.
     """
     groups = [[visible_content(message)]]
     for call in list_tool_calls(message):

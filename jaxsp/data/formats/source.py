@@ -154,7 +154,7 @@ class Source(ConfigSection, abc.ABC):
 
     @property
     def role_names(self) -> dict[str, str]:
-        """Roles of the chat template for roles in the records, where they differ; of chats."""
+        """Roles of the chat template by the roles in records, where they differ; for chats."""
         return getattr(self, "roles", {})
 
     def list_columns(self, field: str) -> tuple[str, ...]:

@@ -270,7 +270,7 @@ EncodedRecord = tuple[EncodedDocument, ...] | str
 def encode_records(
     entries: Sequence[RecordEntry], source: Source, options: ChatOptions | None
 ) -> list[EncodedRecord]:
-    """Returns the documents of records without a problem; or the problem that is found now."""
+    """Returns the documents of each record, or its problem; the entries have none yet."""
     if options is None:
         nothing = RenderedRecord(text="")
         return [
