@@ -48,6 +48,7 @@ from jaxsp.run import (
     merging,
     model_files,
     plan_command,
+    selfcheck,
     stop_tokens,
     train_command,
 )
@@ -406,9 +407,10 @@ class Trainer:
         """Trains on a batch. Its metrics are arrays by name; reading one waits for the step.
 
         Compiles at the first batch, with the memory options that fit.
-        Raises: UserError if the step does not fit the devices.
+        Raises: UserError if a kernel is wrong on this device, or the step does not fit.
         """
         if self._step is None:
+            selfcheck.check_device(self.spec)
             self._step = fit.compile_fitting_step(self.spec).executable
         self._state, metrics = self._step(self.state, batch)
         return metrics

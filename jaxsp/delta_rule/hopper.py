@@ -103,7 +103,7 @@ class _Sections:
 
     @property
     def _is_whole_row(self) -> bool:
-        return self.tokens >= self.spans.row_tokens
+        return self.per_span == 1 and self.spans.span_tokens == self.spans.row_tokens
 
     def _stitch(
         self, m: Float32[Array, "P H K K"], u: Float32[Array, "P H K V"], **options: Any

@@ -19,7 +19,7 @@ from jaxsp.attention.strategies.workload import HasHeads
 from jaxsp.core import durations, units
 from jaxsp.core.errors import UserError
 from jaxsp.planning import fit, gpus, meshes, report, step_time
-from jaxsp.run import build, config_file, metrics
+from jaxsp.run import build, config_file, metrics, selfcheck
 from jaxsp.run.config_file import Config
 from jaxsp.system import hardware
 from jaxsp.training import train_state
@@ -59,6 +59,7 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
             logging={"profile_steps": None},
         )
         run = build.build_training(config, devices=jax.devices())
+    selfcheck.check_device(run.spec)
     step = fit.compile_fitting_step(run.spec)
     fit.reserve_host_memory(run.spec, step.memory_use.host)
     state = train_state.init_state(run.spec, run.weights.make())

@@ -121,6 +121,9 @@ def prepare_model(
     with problems.collect():
         source, hf_config, adapter = model_files.read_model(config, hf_config)
         model = adapter.model
+        is_automatic = config.model.delta_net_kernel == "auto"
+        if model.delta_net is not None and is_automatic and not for_training:
+            config = config.with_fields(model={"delta_net_kernel": "xla"})  # nothing is checked
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = None
     with problems.collect():

@@ -42,8 +42,12 @@ class GivenModel:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of the run's config; none for a Hugging Face model."""
-        return {} if self.meta is None else self.meta.config
+        """Fields of the run's config; none for a Hugging Face model. Other devices may not have the
+        run's kernel of delta nets."""
+        if self.meta is None:
+            return {}
+        config = self.meta.config
+        return config | {"model": config["model"] | {"delta_net_kernel": "auto"}}
 
     def add_model(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Fields of a config with this model, and the adapter of its run."""

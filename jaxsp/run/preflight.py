@@ -34,7 +34,7 @@ def check_agreement(run: Run) -> None:
         for source, digest in data.digested_sources
     ]
     compared += [
-        ("the config", repr(run.config)),
+        ("the config", repr((run.config, sorted(run.automatic_fields)))),
         ("the checkpoint to resume from", repr(run.start.rows_consumed)),
         ("XLA_FLAGS", repr(run.spec.compile_options)),
         ("attention (the devices' memory or versions)", repr(run.spec.attention)),
@@ -77,10 +77,11 @@ def report_checks(run: Run, console: rich.console.Console) -> Run:
         model.delta_net is not None and model.delta_net.kernel != "xla"
     )
     lines: list[str | None]
-    checked, is_wrong = selfcheck.check_device(run.spec, may_replace=may_replace)
+    checked, problem = selfcheck.check_device(run.spec, may_replace=may_replace)
     lines = [*checked]
-    if may_replace and multihost_utils.process_allgather(np.bool_(is_wrong)).any():
-        lines.append(f"all processes use {selfcheck.DELTA_NET_FIELD}=xla")
+    if problem:
+        distributed.log(f"warning: {problem}. All processes use {selfcheck.DELTA_NET_FIELD}=xla.")
+    if may_replace and multihost_utils.process_allgather(np.bool_(problem)).any():
         fields = {"delta_net_kernel": "xla"}
         config = run.config.with_fields(model=fields)
         run = dataclasses.replace(run, config=config, spec=run.spec.respec(**fields))

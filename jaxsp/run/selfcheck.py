@@ -58,6 +58,15 @@ class KernelCheck:
 
     def run(self, device: jax.Device) -> None:
         """Raises: UserError, with a suggestion, if the kernel is wrong or does not run."""
+        if problem := self.find_problem(device):
+            raise UserError(
+                f"{problem}. Nothing was trained. Versions: jax {jax.__version__}, "
+                f"jaxlib {jaxlib.__version__}, {cudnn_calls.describe_version()} on "
+                f"{device.device_kind}. Use {self.suggestion}, or other releases."
+            )
+
+    def find_problem(self, device: jax.Device) -> str:
+        """Problem of the kernel on a device; empty if there is none."""
         problem = ""
         try:
             errors = self.measure_errors(device)
@@ -68,12 +77,7 @@ class KernelCheck:
         if wrong := [f"{name} {error:.3g}" for name, error in errors.items() if not error <= limit]:
             problem = f"computes wrong results on this device (relative error of {', '.join(wrong)}"
             problem += f"; must be at most {limit:g})"
-        if problem:
-            raise UserError(
-                f"{self.field}: {problem}. Nothing was trained. Versions: jax {jax.__version__}, "
-                f"jaxlib {jaxlib.__version__}, {cudnn_calls.describe_version()} on "
-                f"{device.device_kind}. Use {self.suggestion}, or other releases."
-            )
+        return f"{self.field}: {problem}" if problem else ""
 
     def measure_errors(self, device: jax.Device) -> dict[str, float]:
         """Errors of the output, `out`, and of the gradient of each input, such as `dq`."""
@@ -108,19 +112,19 @@ class KernelCheck:
 DELTA_NET_FIELD = "model.delta_net_kernel"
 
 
-def check_device(spec: StepSpec, *, may_replace: bool = False) -> tuple[list[str], bool]:
+def check_device(spec: StepSpec, *, may_replace: bool = False) -> tuple[list[str], str]:
     """Checks a step's kernels on this process's first device.
 
     Attention has a check for each kind of layer over whole rows, and one over chunks of rows if the
     strategy computes those. CPUs are not checked.
 
     Args: may_replace: whether the kernel of delta nets can be replaced if its check fails.
-    Returns: lines about the checks, and whether it must be replaced.
+    Returns: a line about the checks, and the problem for which it must be replaced.
     Raises: UserError if another check fails.
     """
     device = next(x for x in spec.mesh.devices.flat if x.process_index == jax.process_index())
     if device.platform == "cpu":
-        return [], False
+        return [], ""
     start_s = time.perf_counter()
     model = spec.model
     dtype = str(spec.dtype)
@@ -151,15 +155,13 @@ def check_device(spec: StepSpec, *, may_replace: bool = False) -> tuple[list[str
     if model.linear_dtype == float8.NAME:
         checks.append(check_float8(model.hidden_size, model.intermediate_size))
     for check in checks:
-        try:
+        if not (may_replace and check.field.startswith(DELTA_NET_FIELD)):
             check.run(device)
-        except UserError as error:
-            if not (may_replace and check.field.startswith(DELTA_NET_FIELD)):
-                raise
-            return [f"warning: {error}"], True
+        elif problem := check.find_problem(device):
+            return [], problem
     fields = ", ".join(dict.fromkeys(check.field for check in checks))
     text = f"self-check: {fields}: agrees with XLA on this device"
-    return [f"{text} ({time.perf_counter() - start_s:.1f} s)"] if checks else [], False
+    return [f"{text} ({time.perf_counter() - start_s:.1f} s)"] if checks else [], ""
 
 
 def check_attention(

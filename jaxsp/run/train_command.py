@@ -83,7 +83,7 @@ def train_config(
             try:
                 run = build.build_training(config, devices=jax.devices(), skip=damaged)
                 run = dataclasses.replace(run, spec=dataclasses.replace(run.spec, loss=loss))
-                state = trainer.train(
+                run, state = trainer.train(
                     run, console, preemption=preemption, verbose=verbose, on_line=on_line
                 )
                 if state is None and needs_state:

@@ -48,7 +48,7 @@ def train(
     preemption: Preemption | None = None,
     verbose: bool = False,
     on_line: Callable[[Line], None] | None = None,
-) -> TrainState | None:
+) -> tuple[Run, TrainState | None]:
     """Trains from the starting point to the last step and writes the run directory.
 
     All processes train and save together; only process 0 writes the other files. From the end of
@@ -58,7 +58,7 @@ def train(
     Args:
         on_line: called in process 0 with each line of metrics.jsonl, eval.jsonl and tasks.jsonl
             after it is written. An exception in it ends the run.
-    Returns: the last state; None if the run was complete.
+    Returns: the run, with the kernels that it used, and its last state; None if it was complete.
     Raises:
         UserError: processes differ, or the step, a checkpoint or the directory cannot be used.
         NeedsAttentionError: a step was not finite (unless run.on_nonfinite allows it), or the last
@@ -88,7 +88,7 @@ def train(
     if completion:
         preflight.finish_run(run)
         output.print_line(console, completion)
-        return None
+        return run, None
     whole_banner, short_banner = banner.describe_run(run)
     output.print_pairs(console, whole_banner if verbose else short_banner)
     run = preflight.report_checks(run, console)
@@ -119,7 +119,7 @@ def train(
         state = loop.run_steps(step.executable, state)
         out.trackers.outcome = loop.outcome
     loop.print_outcome(console)
-    return state
+    return run, state
 
 
 def make_state(

@@ -153,7 +153,8 @@ def to_lines(text: str) -> str:
 
 
 def log(text: str) -> None:
-    """Prints lines to stderr, from any thread."""
+    """Prints lines to stderr, from any thread, as `to_lines` has them."""
+    text = to_lines(text)
     with contextlib.suppress(OSError):  # such as a terminal that is closed
         # On a terminal, replaces the progress bar and ^C, which have no line break
         begin = "\r\x1b[2K" if os.isatty(2) else ""

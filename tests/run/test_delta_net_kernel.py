@@ -7,7 +7,7 @@ import jax
 import pytest
 import rich.console
 
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.delta_rule import kernels
 from jaxsp.run import build, config_file, preflight, resume, selfcheck
 from tests import small_runs
@@ -34,7 +34,7 @@ def test_a_wrong_kernel_is_replaced_unless_the_config_names_it(fields, monkeypat
         is_wrong = spec.model.delta_net.kernel == "jla"
         if is_wrong and not may_replace:
             raise UserError("wrong")
-        return [], is_wrong
+        return [], "wrong" if is_wrong else ""
 
     monkeypatch.setattr(kernels, "_find_problems", lambda *_: iter(()))
     monkeypatch.setattr(selfcheck, "check_device", check_device)
@@ -46,6 +46,16 @@ def test_a_wrong_kernel_is_replaced_unless_the_config_names_it(fields, monkeypat
     assert replaced.spec.config.delta_net_kernel == replaced.config.model.delta_net_kernel == "xla"
     with pytest.raises(UserError, match="wrong"):
         report_checks(make_run(fields, "jla"))
+
+
+def test_evaluations_use_xla_unless_the_config_names_a_kernel(fields, monkeypatch):
+    monkeypatch.setattr(kernels, "_find_problems", lambda *_: iter(()))
+    for requested, kernel in (("auto", "xla"), ("jla", "jla")):
+        config = config_file.parse(fields).with_fields(model={"delta_net_kernel": requested})
+        prepared = build.prepare_model(
+            config, devices=jax.devices()[:1], problems=ProblemCollector(), for_training=False
+        )
+        assert prepared.spec.model.delta_net.kernel == kernel
 
 
 def test_a_resumed_run_keeps_its_kernel(fields, monkeypatch):

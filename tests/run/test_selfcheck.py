@@ -230,8 +230,8 @@ def test_a_run_checks_the_kernels_that_it_uses(monkeypatch):
         "measure_errors",
         lambda check, device: tried.append((check, device)) or {"out": 0.0},
     )
-    (line,), must_replace = selfcheck.check_device(spec)
-    assert not must_replace
+    (line,), problem = selfcheck.check_device(spec)
+    assert not problem
     assert {device for _, device in tried} == {gpu}
     cudnn, delta_net, experts, products = (check for check, _ in tried)
     shapes = [{name: x.shape for name, x in check.inputs.items()} for check in (cudnn, delta_net)]
@@ -248,16 +248,16 @@ def test_a_run_checks_the_kernels_that_it_uses(monkeypatch):
     monkeypatch.setattr(
         KernelCheck, "measure_errors", lambda check, device: {"out": float(is_delta_net(check))}
     )
-    (line,), must_replace = selfcheck.check_device(spec, may_replace=True)
-    assert must_replace
-    messages.assert_names(line, selfcheck.DELTA_NET_FIELD, "wrong results")
+    lines, problem = selfcheck.check_device(spec, may_replace=True)
+    assert lines == []
+    messages.assert_names(problem, selfcheck.DELTA_NET_FIELD, "wrong results")
     with pytest.raises(UserError, match=selfcheck.DELTA_NET_FIELD):
         selfcheck.check_device(spec)
 
 
 def test_cpus_are_not_checked():
     spec = test_memory_options.make_program(jax.devices()[0], {"remat": "full"})
-    assert selfcheck.check_device(spec) == ([], False)
+    assert selfcheck.check_device(spec) == ([], "")
 
 
 DELTA_NET = DeltaNetConfig(num_key_heads=4, num_heads=8, key_size=16, value_size=8, filter_size=4)

@@ -68,6 +68,12 @@ def test_process_0_answers_a_limited_number_of_reads(monkeypatch, num_processes)
     assert distributed.poll_interval_s() == 0.5 or reads_per_s == distributed.MAX_POLLS_PER_S
 
 
+def test_lines_of_other_processes_begin_with_their_number(monkeypatch, capfd):
+    monkeypatch.setattr(distributed, "this_process", Process(num_processes=4, index=3))
+    distributed.log("stops \x1b[31m\n\nnow\n")
+    assert capfd.readouterr().err == "process 3: stops \\x1b[31m\nprocess 3: \nprocess 3: now\n"
+
+
 def test_functions_that_conda_s_python_lacks_are_not_needed(monkeypatch, capfd):
     monkeypatch.delattr(os, "memfd_create")
     distributed.log_stacks("hangs")
