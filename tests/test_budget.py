@@ -16,7 +16,7 @@ LIMITS = {
     "config": 1141,
     "core": 691,
     "data": 6182,
-    "delta_rule": 1097,
+    "delta_rule": 1098,
     "evaluation": 1063,
     "experts": 754,
     "generation": 582,

@@ -68,4 +68,5 @@ def _find_problems(sizes: Sequence[int], dtype: str, devices: Sequence[Any]) -> 
         yield f"{_PACKAGE} {_TESTED_PACKAGE}, which is {version} (pip install jaxsp[hopper])"
     first, last = _TESTED_JAX
     if not first <= jax.__version_info__ or jax.__version_info__[:2] > last:
-        yield f"jax from 0.11.2 to 0.12, and this is {jax.__version__}"
+        first_text, last_text = (".".join(map(str, release)) for release in _TESTED_JAX)
+        yield f"jax from {first_text} to {last_text}, and this is {jax.__version__}"
