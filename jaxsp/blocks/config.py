@@ -198,6 +198,9 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     """Sizes of the layers whose feed-forward is experts; None: there are none."""
     lora: Lora | None = None
+    teacher: "ModelConfig | None" = None
+    """Model whose predictions the objective compares with; None: it has none, or the model without
+    `lora`."""
 
     @property
     def num_logits(self) -> int:

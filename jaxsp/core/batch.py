@@ -64,6 +64,8 @@ class Batch:
     weights_BL: Leaf | None = None
     """Weight of each label's loss, float32, finite and at least 0. None: all 1. The step's loss is
     sum(weight * loss) / sum(weight) over all tokens with a label."""
+    numbers_BL: dict[str, Leaf] | None = None
+    """Numbers of each label that the objective needs, float32 by name; None without any."""
     documents_BM: Leaf | None = None
     """Number in the step of each segment's document, int32: documents 2p and 2p + 1 are pair p of
     `pairs`; -1 for unused slots. None: no pairs."""
@@ -94,6 +96,8 @@ def partition_specs(batch: Batch) -> Batch:
     specs: dict[str, Any] = dict(SPECS)
     if batch.weights_BL is not None:
         specs["weights_BL"] = PER_TOKEN
+    if batch.numbers_BL is not None:
+        specs["numbers_BL"] = dict.fromkeys(batch.numbers_BL, PER_TOKEN)
     if batch.pairs is not None:
         whole: Any = PartitionSpec()
         specs["documents_BM"] = PER_ROW

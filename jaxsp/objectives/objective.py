@@ -22,6 +22,8 @@ class Objective(ConfigSection):
     """True if its losses are those of pairs of documents."""
     needs_reference: ClassVar[bool] = False
     """True if it compares with a reference model."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Names of numbers of each token that records must have."""
     needs_step: ClassVar[bool] = False
     """True if the loss of a pair depends on other pairs of the step."""
 

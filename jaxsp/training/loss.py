@@ -14,6 +14,7 @@ from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.model import tiling
+from jaxsp.objectives.token_objective import TileTokens
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Sums
 
@@ -34,9 +35,21 @@ Example: cross entropy with label smoothing.
 """
 
 
-def score_loss(logits_TV: Array, labels_T: Array) -> Array:
+TileLoss = Callable[[TileTokens], tuple[Array, dict[str, Array]]]
+"""Function that computes the losses of a tile: see `TokenObjective.losses`."""
+
+TEACHER_HIDDEN = "teacher_hidden"
+"""Name of the teacher's hidden states among the numbers of tokens."""
+
+
+def make_tile_loss(token_loss: TokenLoss) -> TileLoss:
+    """The losses of a tile by a function of logits and labels."""
+    return lambda tokens: (_call_token_loss(token_loss, tokens.logits_XV, tokens.labels_X), {})
+
+
+def score_loss(tokens: TileTokens) -> tuple[Array, dict[str, Array]]:
     """Loss of a token whose log-probability is taken to be its score, for reward models."""
-    return -logits_TV[:, 0]
+    return -tokens.logits_XV[:, 0], {}
 
 
 TransformLogits = Callable[[Array], Array]
@@ -56,33 +69,82 @@ class Head:
     shard: Any
     tile: int
     """Number of tokens whose logits exist at a time."""
-    token_loss: TokenLoss | None = None
+    tile_loss: TileLoss | None = None
     """None: cross entropy."""
     transform_logits: TransformLogits = lambda logits: logits
+    teacher: "Head | None" = None
+    """Head of the teacher, whose logits `tile_loss` also gets."""
 
-    def compute_tile(self, head_VD: Array, hidden_XD: Array, labels_X: Array) -> "_TileLosses":
-        """Losses of the tokens of a tile, and their gradients."""
+    def gather_weights(self, shard: Any) -> tuple[Array, Array | None]:
+        """The whole head, from its shard, and that of the teacher."""
+        teacher_VD = None
+        if self.teacher is not None:
+            teacher_VD, _ = self.teacher.gather_weights(self.teacher.shard)
+        return self.gather.all_gather(self.param, shard), teacher_VD
+
+    def compute_logits(self, head_VD: Array, hidden_XD: Array) -> tuple[Array, Callable]:
+        """Logits, and the function that makes their gradient that of the products of hidden states
+        and head."""
         products_XV = jnp.einsum(
             "XD,VD->XV", hidden_XD, head_VD, preferred_element_type=jnp.float32
         )
-        logits_XV, pull_logits = jax.vjp(self.transform_logits, products_XV)
-        has_label_X = labels_X != NO_LABEL
-        known_labels_X = jnp.where(has_label_X, labels_X, 0)
-        token_loss = self.token_loss
-        if token_loss is None:
+        return jax.vjp(self.transform_logits, products_XV)
+
+    def compute_tile(self, heads: tuple[Array, Array | None], tile: "Tile") -> "_TileLosses":
+        """Losses of the tokens of a tile, and their gradients."""
+        logits_XV, pull_logits = self.compute_logits(heads[0], tile.hidden_XD)
+        has_label_X = tile.labels_X != NO_LABEL
+        known_labels_X = jnp.where(has_label_X, tile.labels_X, 0)
+        measured: dict[str, Array] = {}
+        compute_losses = self.tile_loss
+        if compute_losses is None:
             best_X, losses_X, dlogits_XV = _cross_entropy(logits_XV, known_labels_X)
         else:
-            losses_X, pull = jax.vjp(
-                lambda logits_XV: _call_token_loss(token_loss, logits_XV, known_labels_X), logits_XV
+            numbers = dict(tile.numbers or {})
+            teacher_logits_XV = None
+            if self.teacher is not None:
+                assert heads[1] is not None, "gathered together"
+                hidden_XD = numbers.pop(TEACHER_HIDDEN)
+                teacher_logits_XV, _ = self.teacher.compute_logits(heads[1], hidden_XD)
+            tokens = TileTokens(
+                logits_XV=logits_XV,
+                labels_X=known_labels_X,
+                teacher_logits_XV=teacher_logits_XV,
+                numbers=numbers,
             )
+
+            def compute(logits_XV: Array) -> tuple[Array, dict[str, Array]]:
+                return compute_losses(dataclasses.replace(tokens, logits_XV=logits_XV))
+
+            losses_X, pull, measured = jax.vjp(compute, logits_XV, has_aux=True)
             (dlogits_XV,) = pull(jnp.ones_like(losses_X))
             best_X = logits_XV.argmax(-1).astype(jnp.int32)
         return _TileLosses(
             losses_X=_apply_weights(losses_X, has_label_X, None),
-            is_correct_X=has_label_X & (best_X == labels_X),
+            is_correct_X=has_label_X & (best_X == tile.labels_X),
+            measured={
+                name: _apply_weights(values_X, has_label_X, None)
+                for name, values_X in measured.items()
+            },
             dlogits_XV=dlogits_XV,
             pull_logits=pull_logits,
         )
+
+
+class Tile(NamedTuple):
+    """Inputs of the losses of a tile's tokens; with [B, l] in place of X, of all tokens."""
+
+    hidden_XD: Float[Array, "*X D"]
+    labels_X: Int32[Array, "*X"]
+    weights_X: Float32[Array, "*X"] | None = None
+    """Factor of each token's loss; None: 1. Tokens of weight 0 add nothing."""
+    numbers: dict[str, Array] | None = None
+    """Other numbers of each token, by name; those of TEACHER_HIDDEN have one more dim."""
+
+    def split(self, num_tokens: int) -> "Tile":
+        """Tiles of `num_tokens`, one after another, from all tokens."""
+        split = functools.partial(tiling.split_tiles, tile_shape=(num_tokens,))
+        return jax.tree.map(split, self)._replace(labels_X=split(self.labels_X, pad_value=NO_LABEL))
 
 
 class _TileLosses(NamedTuple):
@@ -90,24 +152,20 @@ class _TileLosses(NamedTuple):
 
     losses_X: Float32[Array, "X"]
     is_correct_X: Bool[Array, "X"]
+    measured: dict[str, Array]
+    """Other numbers of each token, by name: see `TokenObjective.losses`."""
     dlogits_XV: Float32[Array, "X V"]
     """Gradient of each loss; undefined for tokens without a label."""
     pull_logits: Callable[[Array], tuple[Array]]
     """Gradient of the products of hidden states and head from that of the logits."""
 
 
-def sum_token_losses(
-    hidden_BlD: Float[Array, "B l D"],
-    labels_Bl: Int32[Array, "B l"],
-    head: Head,
-    weights_Bl: Float32[Array, "B l"] | None = None,
-) -> Sums:
+def sum_token_losses(tokens: Tile, head: Head) -> Sums:
     """Sums over this device's tokens. Only `loss_sum`, that of the token losses, has a gradient.
 
     Tokens labeled -100 add nothing, neither to the loss nor to gradients.
 
-    Args:
-        weights_Bl: factor of each token's loss; None: 1. Tokens of weight 0 add nothing either.
+    Args: tokens: all tokens.
     Precision: logits and all sums are float32, also the head's gradient over tiles (summed over 256
         tiles in bfloat16, it is off by 3 %).
     Memory: gradients are made while a tile's logits exist, so that logits are computed once. Until
@@ -115,55 +173,49 @@ def sum_token_losses(
         are kept.
     """
     gather = head.gather
-    split = functools.partial(tiling.split_tiles, tile_shape=(head.tile,))
-
-    def split_inputs(hidden_BlD: Array) -> tuple[Array, Array, Array | None]:
-        weights_TX = None if weights_Bl is None else split(weights_Bl)
-        return split(hidden_BlD), split(labels_Bl, pad_value=NO_LABEL), weights_TX
+    lead = tokens.labels_X.shape
 
     def compute_tile(
-        head_VD: Array, inputs: tuple[Array, Array, Array | None]
+        heads: tuple[Array, Array | None], tile: Tile
     ) -> tuple[Sums, Float32[Array, "X V"]]:
         """Sums of a tile, and the gradient of `loss_sum` with respect to the products of hidden
         states and head."""
-        hidden_XD, labels_X, weights_X = inputs
-        tile = head.compute_tile(head_VD, hidden_XD, labels_X)
-        has_label_X = labels_X != NO_LABEL
-        sums = _sum_tile(tile, labels_X, weights_X)
-        weights_X1 = None if weights_X is None else weights_X[:, None]
-        dlogits_XV = _apply_weights(tile.dlogits_XV, has_label_X[:, None], weights_X1)
-        return sums, tile.pull_logits(dlogits_XV)[0]
+        losses = head.compute_tile(heads, tile)
+        weights_X1 = None if tile.weights_X is None else tile.weights_X[:, None]
+        has_label_X1 = (tile.labels_X != NO_LABEL)[:, None]
+        dlogits_XV = _apply_weights(losses.dlogits_XV, has_label_X1, weights_X1)
+        return _sum_tile(losses, tile), losses.pull_logits(dlogits_XV)[0]
 
     @jax.custom_vjp
     def sum_losses(hidden_BlD: Array, shard: Any) -> Sums:
-        head_VD = gather.all_gather(head.param, shard)
-        sum_tile = lambda tile: (compute_tile(head_VD, tile)[0], None)
-        return metric_table.scan_sums(sum_tile, split_inputs(hidden_BlD))[0]
+        heads = head.gather_weights(shard)
+        tiles = tokens._replace(hidden_XD=hidden_BlD).split(head.tile)
+        return metric_table.scan_sums(lambda tile: (compute_tile(heads, tile)[0], None), tiles)[0]
 
     def forward(hidden_BlD: Array, shard: Any) -> tuple[Sums, tuple[Array, Any]]:
-        head_VD = gather.all_gather(head.param, shard)
-        tiles = split_inputs(hidden_BlD)
+        heads = head.gather_weights(shard)
+        head_VD = heads[0]
+        tiles = tokens._replace(hidden_XD=hidden_BlD).split(head.tile)
 
         def add_tile(
-            carry: tuple[Sums, Array | None], inputs: tuple[Array, Array, Array | None]
+            carry: tuple[Sums, Array | None], tile: Tile
         ) -> tuple[tuple[Sums, Array | None], Array]:
             """Adds a tile to the sums and to the head's gradient, which is None if the head is
             frozen; also returns the gradient of the tile's hidden states."""
             sums, dhead_VD = carry
-            hidden_XD = inputs[0]
-            tile_sums, dproducts_XV = compute_tile(head_VD, inputs)
+            tile_sums, dproducts_XV = compute_tile(heads, tile)
             dproducts_XV = dproducts_XV.astype(head_VD.dtype)
             product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
             dhidden_XD = product("XV,VD->XD", dproducts_XV, head_VD)
             if dhead_VD is not None:
-                dhead_VD = dhead_VD + product("XV,XD->VD", dproducts_XV, hidden_XD)
-            sums = jax.tree.map(jnp.add, sums, tile_sums)
-            return (sums, dhead_VD), dhidden_XD.astype(hidden_XD.dtype)
+                dhead_VD = dhead_VD + product("XV,XD->VD", dproducts_XV, tile.hidden_XD)
+            sums = metric_table.add(sums, tile_sums)
+            return (sums, dhead_VD), dhidden_XD.astype(tile.hidden_XD.dtype)
 
-        zeros = metric_table.make_zeros(lambda tile: compute_tile(head_VD, tile)[0], tiles)
+        zeros = metric_table.make_zeros(lambda tile: compute_tile(heads, tile)[0], tiles)
         zeros_VD = jnp.zeros(head.param.shape, jnp.float32) if gather.has_gradient(shard) else None
         (sums, dhead_VD), dhidden_TXD = jax.lax.scan(add_tile, (zeros, zeros_VD), tiles)
-        dhidden_BlD = tiling.join_tiles(dhidden_TXD, tile_ndim=1, lead=labels_Bl.shape)
+        dhidden_BlD = tiling.join_tiles(dhidden_TXD, tile_ndim=1, lead=lead)
         # Without the barrier, XLA may keep the whole gradient of the head (2 GiB for a vocabulary
         # of 128,256) until the layers are done.
         dshard = None if dhead_VD is None else gather.reduce_scatter(head.param, dhead_VD)
@@ -174,33 +226,41 @@ def sum_token_losses(
         return jax.tree.map(multiply, gradients)
 
     sum_losses.defvjp(forward, backward)
-    return sum_losses(hidden_BlD, head.shard)
+    return sum_losses(tokens.hidden_XD, head.shard)
 
 
 def compute_token_losses(
-    hidden_BlD: Float[Array, "B l D"], labels_Bl: Int32[Array, "B l"], head: Head
+    tokens: Tile, head: Head
 ) -> tuple[Float32[Array, "B l"], Bool[Array, "B l"], Sums]:
     """Loss of each of this device's tokens, 0 without a label; True where the label is the
-    likeliest token; and the sums of `sum_token_losses`. Without gradients."""
-    head_VD = head.gather.all_gather(head.param, jax.lax.stop_gradient(head.shard))
+    likeliest token; and the sums of `sum_token_losses`. Without gradients.
 
-    def compute(inputs: tuple[Array, Array]) -> tuple[Sums, tuple[Array, Array]]:
-        tile = head.compute_tile(head_VD, *inputs)
-        return _sum_tile(tile, inputs[1], None), (tile.losses_X, tile.is_correct_X)
+    The losses are cross entropies if an objective has its own, whose sum is among the sums.
+    """
+    tokens = jax.lax.stop_gradient(tokens)
+    heads = head.gather_weights(jax.lax.stop_gradient(head.shard))
 
-    split = functools.partial(tiling.split_tiles, tile_shape=(head.tile,))
-    tiles = (split(jax.lax.stop_gradient(hidden_BlD)), split(labels_Bl, pad_value=NO_LABEL))
-    join = functools.partial(tiling.join_tiles, tile_ndim=1, lead=labels_Bl.shape)
-    sums, (losses_TX, is_correct_TX) = metric_table.scan_sums(compute, tiles)
+    def compute(tile: Tile) -> tuple[Sums, tuple[Array, Array]]:
+        losses = head.compute_tile(heads, tile)
+        losses_X = losses.measured.get("cross_entropy", losses.losses_X)
+        return _sum_tile(losses, tile), (losses_X, losses.is_correct_X)
+
+    join = functools.partial(tiling.join_tiles, tile_ndim=1, lead=tokens.labels_X.shape)
+    sums, (losses_TX, is_correct_TX) = metric_table.scan_sums(compute, tokens.split(head.tile))
     return join(losses_TX), join(is_correct_TX), sums
 
 
-def _sum_tile(tile: _TileLosses, labels_X: Array, weights_X: Array | None) -> Sums:
+def _sum_tile(losses: _TileLosses, tile: Tile) -> Sums:
     """Sums over the tokens of a tile, of steps and evaluations."""
-    has_label_X = labels_X != NO_LABEL
+    has_label_X = tile.labels_X != NO_LABEL
     return {
-        "loss_sum": _apply_weights(tile.losses_X, has_label_X, weights_X).sum(),
-        "num_correct": tile.is_correct_X.sum(dtype=jnp.int32),
+        "loss_sum": _apply_weights(losses.losses_X, has_label_X, tile.weights_X).sum(),
+        "num_correct": losses.is_correct_X.sum(dtype=jnp.int32),
+    } | {
+        name if name.endswith(metric_table.MAXIMUM) else f"{name}_sum": (
+            values_X.max() if name.endswith(metric_table.MAXIMUM) else values_X.sum()
+        )
+        for name, values_X in losses.measured.items()
     }
 
 

@@ -79,6 +79,11 @@ METRICS = {
         lambda sums: divide(sums["num_correct"], sums["num_loss_tokens"]),
         needs="num_correct",
     ),
+    "cross_entropy": Metric(
+        "Mean cross entropy of the loss tokens, if the objective has another loss for them.",
+        lambda sums: divide(sums["cross_entropy_sum"], sums["num_loss_tokens"]),
+        needs="cross_entropy_sum",
+    ),
     "num_rows": Metric(
         "Number of rows with at least one segment.", operator.itemgetter("num_rows")
     ),
@@ -190,6 +195,25 @@ def make_line(
     return line | dataclasses.asdict(fields)
 
 
+MAXIMUM = "_max"
+"""End of the names of maxima among sums, of numbers that are at least 0."""
+
+
+def add(sums: Sums, others: Sums) -> Sums:
+    """Adds sums over two parts; takes the larger of two maxima."""
+    return {
+        name: jax.tree.map(jnp.maximum if name.endswith(MAXIMUM) else jnp.add, value, others[name])
+        for name, value in sums.items()
+    }
+
+
+def sum_over(sums: Sums, axes: tuple[str, ...]) -> Sums:
+    """Sums over mesh axes, and maxima."""
+    maxima = {name: sums[name] for name in sums if name.endswith(MAXIMUM)}
+    rest = {name: value for name, value in sums.items() if name not in maxima}
+    return jax.lax.psum(rest, axes) | jax.lax.pmax(maxima, axes)
+
+
 def make_zeros(compute_sums: Callable[[Any], Sums], inputs: Any) -> Sums:
     """Zeros of the sums that `compute_sums` makes of each element of the stacked `inputs`."""
     element = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
@@ -200,9 +224,9 @@ def make_zeros(compute_sums: Callable[[Any], Sums], inputs: Any) -> Sums:
 def scan_sums(compute_sums: Callable[[Any], tuple[Sums, Any]], inputs: Any) -> tuple[Sums, Any]:
     """Adds the sums of each element of the stacked `inputs`, and stacks the second results."""
 
-    def add(sums: Sums, element: Any) -> tuple[Sums, Any]:
+    def add_element(sums: Sums, element: Any) -> tuple[Sums, Any]:
         element_sums, output = compute_sums(element)
-        return jax.tree.map(jnp.add, sums, element_sums), output
+        return add(sums, element_sums), output
 
     zeros = make_zeros(lambda element: compute_sums(element)[0], inputs)
-    return jax.lax.scan(add, zeros, inputs)
+    return jax.lax.scan(add_element, zeros, inputs)

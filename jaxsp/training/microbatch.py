@@ -1,5 +1,6 @@
 """Sums over a device's part of a microbatch, and the weights that objectives give to its tokens."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -13,10 +14,11 @@ from jaxsp.core import axes
 from jaxsp.core.batch import Batch, step_row_index
 from jaxsp.experts import balance
 from jaxsp.model import decoder
+from jaxsp.objectives.token_objective import TokenObjective
 from jaxsp.sharding.sharding import Shard
 from jaxsp.system import device_mesh
 from jaxsp.training import loss, metric_table, pair_losses
-from jaxsp.training.loss import Head
+from jaxsp.training.loss import Head, Tile, TileLoss
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec
 
@@ -83,13 +85,12 @@ def sum_microbatch(
         token_keys: see `decoder.hidden_states`.
         weigh: computes the weights of tokens for an objective; None: those of the batch.
     """
-    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
+    tokens, head, statistics = _run_model(spec, values, holders, batch, token_keys)
     if weigh is None:
-        sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, head, batch.weights_BL)
-        return sums | statistics
-    compute_losses = lambda: loss.compute_token_losses(hidden_BlD, batch.labels_BL, head)[0]
+        return loss.sum_token_losses(tokens, head) | statistics
+    compute_losses = lambda: loss.compute_token_losses(tokens, head)[0]
     weights_Bl, pair_sums = weigh(batch, compute_losses)
-    sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, head, weights_Bl)
+    sums = loss.sum_token_losses(tokens._replace(weights_X=weights_Bl), head)
     sums[WEIGHTED_SUM] = sums.pop("loss_sum")
     if spec.model.has_scores:  # a score predicts no token
         del sums["num_correct"]
@@ -105,9 +106,33 @@ def compute_token_losses(
 ) -> tuple[Float32[Array, "B l"], Bool[Array, "B l"], Sums]:
     """Losses of this device's tokens in a microbatch, without gradients: see `loss`; with the sums
     of routers' statistics."""
-    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
-    losses_Bl, is_correct_Bl, sums = loss.compute_token_losses(hidden_BlD, batch.labels_BL, head)
+    tokens, head, statistics = _run_model(spec, values, holders, batch, token_keys)
+    losses_Bl, is_correct_Bl, sums = loss.compute_token_losses(tokens, head)
     return losses_Bl, is_correct_Bl, sums | statistics
+
+
+def _run_model(
+    spec: StepSpec,
+    values: layers.Weights,
+    holders: layers.Weights,
+    batch: Batch,
+    token_keys: Keys | None,
+) -> tuple[Tile, Head, Sums]:
+    """All tokens with their hidden states, the head, and sums of routers' statistics."""
+    teacher = None
+    numbers = dict(batch.numbers_BL or {})
+    if (teacher_spec := spec.teacher) is not None:
+        weights = spec.select_teacher(values)
+        no_holders = spec.gather.make_grad_holders(teacher_spec.table, weights)
+        hidden_BlD, teacher, _ = _run_layers(teacher_spec, weights, no_holders, batch, None)
+        # The teacher runs first, so that its temporaries are gone before activations are saved
+        hidden_BlD = jax.lax.stop_gradient(hidden_BlD)
+        hidden_BlD, tokens_BL = jax.lax.optimization_barrier((hidden_BlD, batch.tokens_BL))
+        batch = dataclasses.replace(batch, tokens_BL=tokens_BL)
+        numbers[loss.TEACHER_HIDDEN] = hidden_BlD
+    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
+    tokens = Tile(hidden_BlD, batch.labels_BL, batch.weights_BL, numbers)
+    return tokens, dataclasses.replace(head, teacher=teacher), statistics
 
 
 def _run_layers(
@@ -137,11 +162,20 @@ def _run_layers(
         param=decoder.lm_head(spec.table),
         shard=decoder.lm_head(shards),
         tile=min(spec.loss_tile, batch.tokens_BL.size),
-        token_loss=loss.score_loss if spec.model.has_scores else spec.loss,
+        tile_loss=_choose_tile_loss(spec),
         transform_logits=functools.partial(decoder.transform_logits, spec.model),
     )
     sums = balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {}
     return hidden_BlD, head, sums
+
+
+def _choose_tile_loss(spec: StepSpec) -> TileLoss | None:
+    """Function that computes the losses of a tile; None: cross entropy."""
+    if spec.model.has_scores:
+        return loss.score_loss
+    if spec.loss is not None:
+        return loss.make_tile_loss(spec.loss)
+    return spec.objective.compute_tile if isinstance(spec.objective, TokenObjective) else None
 
 
 def make_token_keys(

@@ -5,24 +5,28 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxsp.attention.attend import Attend, make_chosen_attend
 from jaxsp.attention.selection import AttentionChoice, choose_attention
+from jaxsp.attention.strategies.registry import TOKEN_EXCHANGES
 from jaxsp.blocks import float8, layers, registry
 from jaxsp.blocks.block import Workload
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, errors
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.delta_rule import kernels as delta_kernels
 from jaxsp.experts import kernels as expert_kernels
 from jaxsp.model import layer_stack, tiling
+from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.model.remat import RematPolicy
-from jaxsp.objectives.objective import Objective
+from jaxsp.objectives.distill import Distill
+from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.sharding import host_offload
 from jaxsp.sharding.sharding import Gather
 from jaxsp.system import device_mesh
@@ -68,6 +72,8 @@ class StepSpec:
     """True if the compiled step takes `weights_BL`, a weight of each token's loss."""
     has_split_pairs: bool = False
     """True if the data have pairs of documents that do not fit into one row."""
+    teacher: "StepSpec | None" = None
+    """Forward pass of the objective's teacher on the same rows; None without one."""
 
     @property
     def objective(self) -> Objective:
@@ -111,8 +117,24 @@ class StepSpec:
 
     @functools.cached_property
     def table(self) -> layers.Weights:
-        """Parameter table of the model, in which frozen weights have their format."""
-        return trainable.build_table(self.model, self.config)
+        """Parameter table of the model, in which frozen weights have their format; with that of a
+        teacher that is another model under `teacher`."""
+        table = trainable.build_table(self.model, self.config)
+        if self.teacher is None or self.is_own_teacher:
+            return table
+        rename = lambda param: dataclasses.replace(param, hf_name=f"teacher.{param.hf_name}")
+        return table | {"teacher": jax.tree.map(rename, self.teacher.table)}
+
+    @property
+    def is_own_teacher(self) -> bool:
+        """True if the teacher is the model without its adapter."""
+        return isinstance(self.objective, Distill) and self.objective.teacher is None
+
+    def select_teacher(self, weights: layers.Weights) -> layers.Weights:
+        """The teacher's weights among those of `table`."""
+        if self.is_own_teacher:
+            return trainable.select(self.table, weights, lambda param: not param.is_adapter)
+        return weights["teacher"]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -264,12 +286,15 @@ class StepSpec:
         """
         config = self.config.change(**changes)
         if changes.keys().isdisjoint(_CHOICE_INPUTS):
-            return dataclasses.replace(self, config=config)
+            teacher = self.teacher
+            if teacher is not None:
+                teacher = teacher.respec(**{x: changes[x] for x in changes.keys() & {"memory"}})
+            return dataclasses.replace(self, config=config, teacher=teacher)
         devices = list(self.mesh.devices.flat)
         made = make_spec(config, self.model, devices=devices, device_bytes=self.device_bytes)
-        return dataclasses.replace(
-            self, config=config, model=made.model, mesh=made.mesh, attention=made.attention
-        )
+        names = ("model", "mesh", "attention", "teacher")
+        chosen = {name: getattr(made, name) for name in names}
+        return dataclasses.replace(self, config=config, **chosen)
 
 
 def make_spec(
@@ -282,8 +307,80 @@ def make_spec(
     """Makes the step of a config whose mesh.seq and rows_per_microbatch are no longer `auto`.
 
     Args: device_bytes: memory of a device; None: what the devices report, if they are present.
-    Raises: UserError for attention, a mesh, or kernels that are not possible.
+    Raises: UserError for attention, a mesh, or kernels that are not possible, also of a teacher.
     """
+    make = functools.partial(_make_one, devices=devices, device_bytes=device_bytes)
+    objective = config.objective
+    if not isinstance(objective, Distill):
+        return make(config, model)
+    teacher_model = _find_teacher(config, model)
+    requested = config.attention
+    strategies: list[Any] = [requested.strategy]
+    if requested.strategy == "auto":  # whole rows may be possible for one of the models only
+        strategies += [name for name, x in TOKEN_EXCHANGES.items() if x.is_automatic]
+    described = []
+    for strategy in strategies:
+        config = config.change(attention={"strategy": strategy})
+        spec = make(config, model)
+        with at("objective.teacher", objective.teacher):
+            teacher = make(_make_teacher_config(config, teacher_model), teacher_model)
+        used = [each.attention.strategy for each in (spec, teacher)]
+        if used[0].layout == used[1].layout:
+            config = config.change(attention={"strategy": requested.strategy})
+            return dataclasses.replace(spec, config=config, teacher=teacher)
+        described.append(" and ".join(each.description for each in used))
+    raise UserError(
+        f"objective.teacher = {objective.teacher}: the model and its teacher would need "
+        f"rows in different orders ({described[0]}). Use a mesh.seq that divides the query heads "
+        f"of both, {model.num_heads} and {teacher_model.num_heads}, or attention.strategy="
+        f"{errors.format_choices([*TOKEN_EXCHANGES])}."
+    )
+
+
+def _find_teacher(config: StepConfig, model: ModelConfig) -> ModelConfig:
+    """The objective's teacher. Raises: UserError if the model cannot be its own."""
+    if model.teacher is not None:
+        return model.teacher
+    adapter = config.adapter
+    if adapter.type == "none" or adapter.modules_to_save:
+        reason = "adapter.type is none"
+        if adapter.modules_to_save:
+            reason = "adapter.modules_to_save change it too"
+        raise UserError(
+            "objective.teacher = null: the teacher is the model without its adapter, and "
+            f"{reason}. Name a teacher: objective.teacher=FOLDER."
+        )
+    return dataclasses.replace(model, lora=None)
+
+
+def _make_teacher_config(config: StepConfig, model: ModelConfig) -> StepConfig:
+    """Config of the forward pass of a teacher."""
+    objective = config.objective
+    assert isinstance(objective, Distill)
+    changes: dict[str, Any] = {}
+    quantization = config.adapter.quantization
+    if objective.teacher is not None:
+        quantization = objective.teacher_quantization
+        changes["linear_dtype"] = objective.teacher_linear_dtype
+    for field, part in (
+        ("delta_net_kernel", model.delta_net),
+        ("experts_kernel", model.experts),
+    ):
+        if part is None:
+            changes[field] = "auto"
+    return dataclasses.replace(
+        config,
+        objective=Sft(),
+        # All weights except those of adapters are frozen, and a teacher has no adapters
+        adapter=AdapterConfig(type="lora", quantization=quantization),
+        **changes,
+    )
+
+
+def _make_one(
+    config: StepConfig, model: ModelConfig, *, devices: Sequence[Any], device_bytes: int | None
+) -> StepSpec:
+    """Makes the step of a model, without a teacher."""
     choice = choose_attention(
         config.attention, config.rows, model, devices=devices, device_bytes=device_bytes
     )

@@ -99,7 +99,7 @@ def _local_gradients(
                 gradients[number] = host_offload.update_each_layer(
                     params[number], jnp.add, total, gradients[number]
                 )
-        return (jax.tree.map(jnp.add, sums, microbatch_sums), gradients), None
+        return (metric_table.add(sums, microbatch_sums), gradients), None
 
     if has_one_microbatch:
         sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_holders)
@@ -207,7 +207,7 @@ def _sum_over_mesh(sums: Sums, batch: Batch) -> Sums:
 
     # Labels are sharded over the whole mesh. Starts and lengths are replicated along seq, and count
     # once there.
-    sums = jax.lax.psum(sums, axes.ALL) | {
+    sums = metric_table.sum_over(sums, axes.ALL) | {
         "num_rows": count((batch.lengths_BM > 0).any(-1), axes.GROUPS),
         "num_tokens": count(batch.lengths_BM, axes.GROUPS),
         "num_loss_tokens": count(batch.labels_BL != NO_LABEL, axes.ALL),

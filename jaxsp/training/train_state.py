@@ -110,6 +110,11 @@ def _abstract_batch(spec: StepSpec) -> Batch:
         arrays["weights_BL"] = jax.ShapeDtypeStruct(
             labels.shape, jnp.float32, sharding=labels.sharding
         )
+    if names := spec.objective.needs:
+        numbers = jax.ShapeDtypeStruct(
+            arrays["labels_BL"].shape, jnp.float32, sharding=arrays["labels_BL"].sharding
+        )
+        arrays["numbers_BL"] = dict.fromkeys(names, numbers)
     if spec.objective.has_pairs:
         arrays["documents_BM"] = arrays["starts_BM"]
         num_pairs = max_pairs(

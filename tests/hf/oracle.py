@@ -563,7 +563,7 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
                 tile=7,
                 transform_logits=transform,
             )
-            sums = loss.sum_token_losses(hidden, batch.labels_BL, whole)
+            sums = loss.sum_token_losses(loss.Tile(hidden, batch.labels_BL), whole)
             count = (batch.labels_BL != NO_LABEL).sum().astype(dtype)
             return sums["loss_sum"] / count, transform(hidden @ head.T)
 

@@ -40,9 +40,9 @@ def tiled(hidden, head, labels, tile, dtype="float32", token_loss=None):
             param=ROW,
             shard=head,
             tile=tile,
-            token_loss=token_loss,
+            tile_loss=None if token_loss is None else loss.make_tile_loss(token_loss),
         )
-        return loss.sum_token_losses(hidden, labels, whole)
+        return loss.sum_token_losses(loss.Tile(hidden, labels), whole)
 
     value, pull = jax.vjp(total, hidden, head)
     zero = np.zeros((), jax.dtypes.float0)

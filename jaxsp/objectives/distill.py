@@ -1,0 +1,106 @@
+"""Distillation: a student learns the predictions of a teacher that runs in the same step.
+
+Definitions are those of TRL 1.16 (`GKDTrainer`, `DistillationTrainer`), over the vocabulary v that
+both models have, with p the student's and q the teacher's softmax of logits / temperature:
+
+    forward_kl  KL(q || p) = sum_v q (log q - log p)      TRL's beta = 0
+    reverse_kl  KL(p || q) = sum_v p (log p - log q)      TRL's beta = 1
+    jsd         beta KL(q || m) + (1 - beta) KL(p || m), with m = beta q + (1 - beta) p
+
+The loss is not multiplied by temperature^2.
+Source: GKD, arXiv:2306.13649, equation 1.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from jaxsp.config import fields
+from jaxsp.config.fields import HERE, NonNegativeFloat, PositiveFloat, with_examples
+from jaxsp.objectives.token_objective import TileTokens, TokenObjective
+
+
+class Distill(TokenObjective):
+    """Distillation: mean divergence from a teacher's predictions over the loss tokens.
+
+    The teacher runs on the same rows, forward only. Its logits exist for one tile of tokens at a
+    time, over the whole vocabulary.
+    """
+
+    type: Literal["distill"] = "distill"
+    teacher: Annotated[str | None, with_examples("Qwen/Qwen3-32B", min_length=1)] = None
+    """Folder or hub name of the teacher, with the same token ids as the model. null: the model
+    without its adapter, for adapter.type lora and dora."""
+    teacher_quantization: Literal["none", "int8", "nf4"] = "none"
+    """Format of the teacher's weights: as adapter.quantization."""
+    teacher_linear_dtype: Literal["float8"] | None = None
+    """float8: the teacher's matrices are multiplied in 8 bits: see model.linear_dtype."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """Divergence of a token's predictions. forward_kl: of the student's from the teacher's, KL of
+    teacher and student. reverse_kl: KL of student and teacher. jsd: generalized Jensen-Shannon
+    divergence."""
+    beta: Annotated[float, with_examples(0.5, gt=0, lt=1, allow_inf_nan=False)] = 0.5
+    """Weight of the teacher in the mixture of jsd."""
+    temperature: Annotated[PositiveFloat, with_examples(1.0)] = 1.0
+    """Divisor of both models' logits. The loss is not multiplied by its square."""
+    sft_weight: Annotated[NonNegativeFloat, with_examples(0.5)] = 0.0
+    """Factor of the cross entropy of the labels, which is added to the divergence."""
+
+    _expand_home = pydantic.field_validator("teacher")(fields.expand_home)
+
+    def find_problems(self) -> Iterator[str]:
+        if self.divergence != "jsd" and self.beta != 0.5:
+            yield (
+                f"{self.show('beta')}: has no effect with {HERE}.divergence = {self.divergence}. "
+                f"Set {HERE}.divergence=jsd, or leave it out."
+            )
+        if self.teacher is None:
+            for name in ("teacher_quantization", "teacher_linear_dtype"):
+                if getattr(self, name) not in ("none", None):
+                    yield (
+                        f"{self.show(name)}: has no effect without {HERE}.teacher: the model "
+                        f"itself is the teacher. Set {HERE}.teacher, or leave it out."
+                    )
+
+    def losses(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
+        import jax
+        import jax.numpy as jnp
+
+        teacher_logits_XV = tokens.teacher_logits_XV
+        assert teacher_logits_XV is not None, "the step runs the teacher"
+        size = min(tokens.logits_XV.shape[1], teacher_logits_XV.shape[1])
+        student_XV, teacher_XV = (
+            jax.nn.log_softmax(logits_XV[:, :size] / self.temperature)
+            for logits_XV in (tokens.logits_XV, teacher_logits_XV)
+        )
+        if self.divergence == "forward_kl":
+            divergences_X = _kl(teacher_XV, student_XV)
+        elif self.divergence == "reverse_kl":
+            divergences_X = _kl(student_XV, teacher_XV)
+        else:
+            own = jnp.log1p(-self.beta) + student_XV
+            mixture_XV = jnp.logaddexp(own, jnp.log(self.beta) + teacher_XV)
+            divergences_X = self.beta * _kl(teacher_XV, mixture_XV)
+            divergences_X += (1 - self.beta) * _kl(student_XV, mixture_XV)
+        losses_X = divergences_X
+        if self.sft_weight:
+            losses_X = losses_X - self.sft_weight * tokens.logps_X
+        is_same_X = student_XV.argmax(-1) == teacher_XV.argmax(-1)
+        return losses_X, {
+            "divergence": divergences_X,
+            "num_agreed": is_same_X.astype(jnp.float32),
+        }
+
+
+def _kl(logps_XV: Any, other_XV: Any) -> Any:
+    """KL divergence of the second distribution from the first, from log-probabilities.
+
+    Terms of probability 0 are 0, also where the other log-probability is -inf.
+    """
+    import jax.numpy as jnp
+
+    probabilities_XV = jnp.exp(logps_XV)
+    is_possible_XV = probabilities_XV > 0
+    safe_XV = jnp.where(is_possible_XV, logps_XV - other_XV, 0)
+    return (probabilities_XV * safe_XV).sum(-1)

@@ -1,0 +1,61 @@
+"""Objectives whose losses are functions of single tokens: of their logits and other numbers.
+
+The loss of a token is computed in a tile, where its logits exist, together with its gradient:
+logits are never stored. To add one, write a subclass of `TokenObjective` in a file of its own and
+an entry of `OBJECTIVES` in `objectives/registry.py`.
+
+Dims: X tokens of a tile, V vocabulary.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxsp.objectives.objective import Objective
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileTokens:
+    """Tokens of a tile. All numbers are float32; those of tokens without a label are undefined."""
+
+    logits_XV: "Array"
+    """Logits of the trained model."""
+    labels_X: "Array"
+    """The next token, int32; 0 for tokens without a label."""
+    teacher_logits_XV: "Array | None" = None
+    """Logits of the teacher, if the objective has one."""
+    numbers: Mapping[str, "Array"] = dataclasses.field(default_factory=dict)
+    """Other numbers of each token, float32[X] by name: those of `Objective.needs`."""
+
+    @property
+    def logps_X(self) -> "Array":
+        """Log-probability of each label by the trained model."""
+        import jax
+        import jax.numpy as jnp
+
+        labels_X1 = self.labels_X[:, None]
+        chosen_X1 = jnp.take_along_axis(self.logits_XV, labels_X1, axis=-1)
+        return chosen_X1[:, 0] - jax.nn.logsumexp(self.logits_XV, axis=-1)
+
+
+class TokenObjective(Objective, abc.ABC):
+    """Objective whose loss is that of single tokens; the step's loss is their mean."""
+
+    @abc.abstractmethod
+    def losses(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
+        """Loss of each token, float32[X], and numbers of each token, float32[X] by name.
+
+        The loss is differentiated with respect to `logits_XV`. Sums of the numbers over the tokens
+        that have a loss are made into metrics (`training/metric_table.py`); of a number whose name
+        ends with `_max`, the maximum. A tile may have any tokens, so that a token's loss must
+        depend on its own numbers only.
+        """
+
+    def compute_tile(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
+        """Losses and numbers of the tokens of a tile, with their cross entropies."""
+        losses_X, numbers = self.losses(tokens)
+        return losses_X, {"cross_entropy": -tokens.logps_X} | numbers
