@@ -36,6 +36,9 @@ from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft, published
 from jaxsp.hf.weights import check_target, export_model, open_other_parts
+from jaxsp.objectives.distill import find_teacher
+from jaxsp.objectives.objective import Sft
+from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import absent, fit, planner
 from jaxsp.planning.planner import Plan
@@ -136,7 +139,7 @@ class Trainer:
         trains = bool(self.config.data.train)
         if trains and has_weights:
             problems.append("has_weights = True: data.train has no weights of tokens. Use pack.")
-        if loss is not None and self.config.objective.has_pairs:
+        if loss is not None and not isinstance(self.config.objective, Sft):
             problems.append(
                 f"loss: objective.type = {self.config.objective.type} has a loss of its own. Leave "
                 "it out."
@@ -454,7 +457,7 @@ class Trainer:
         Raises: UserError if the folder has files or cannot be written, with several processes, and
             for a source that is not used or has no other parts.
         """
-        weights = self._prepare_to_save(directory)
+        weights = self.spec.select_own(self._prepare_to_save(directory))
         model_folder = self.model.model_folder
         fields = self.model.hf_config
         parts = None
@@ -502,7 +505,7 @@ class Trainer:
         source = self.model.model_folder
         table = self.spec.table
         peft.save_adapter(
-            trainable.select_trained(table, weights),
+            trainable.select_trained(table, self.spec.select_own(weights)),
             table=trainable.select_trained(table, table),
             adapter=self.spec.config.adapter,
             model=self.spec.model,
@@ -603,7 +606,11 @@ def plan(
                 for number, each in enumerate(data[group])
             ]
     loaded = config_file.parse(fields, changes, unneeded=("run.directory", "data.train"))
-    sizes = published.read_sizes(loaded.model, row_tokens=loaded.data.row_tokens)
+    sizes = published.read_sizes(
+        loaded.model,
+        row_tokens=loaded.data.row_tokens,
+        teacher=find_teacher(loaded.objective),
+    )
     adapter = peft.resolve(loaded.adapter, sizes.model)
     cluster = absent.make_cluster(device, plan_command.count_devices(loaded, num_devices))
     step = loaded.model_copy(update={"adapter": adapter.config}).step
@@ -640,7 +647,8 @@ def _load_config(config: ConfigFields, changes: Sequence[str]) -> Config:
     problems = ProblemCollector()
     for name, value in given.items():
         instead = _INSTEAD.get(name) or _INSTEAD.get(name.partition(".")[0])
-        if instead and value and value != "sft":
+        is_used = name == "objective.type" and value in _OWN_LOOP_OBJECTIVES
+        if instead and value and not is_used:
             text = f"{name} = {format_value(value)}"
             problems.append(f"{text}: has no effect without data.train. {instead}")
     problems.raise_if_any()
@@ -654,6 +662,9 @@ def _abort_job(
     sys.__excepthook__(kind, error, trace)
     distributed.abort_job(exit_codes.INTERNAL_ERROR)
 
+
+_OWN_LOOP_OBJECTIVES = [own.model_fields["type"].default for own in OBJECTIVES if not own.has_pairs]
+"""Objectives of own loops over batches."""
 
 _INSTEAD = {
     "run.epochs": "Set run.steps.",

@@ -18,6 +18,7 @@ import pydantic
 
 from jaxsp.config import fields
 from jaxsp.config.fields import HERE, NonNegativeFloat, PositiveFloat, with_examples
+from jaxsp.objectives.objective import Objective
 from jaxsp.objectives.token_objective import TileTokens, TokenObjective
 
 
@@ -89,8 +90,13 @@ class Distill(TokenObjective):
         is_same_X = student_XV.argmax(-1) == teacher_XV.argmax(-1)
         return losses_X, {
             "divergence": divergences_X,
-            "num_agreed": is_same_X.astype(jnp.float32),
+            "teacher_agreement": is_same_X.astype(jnp.float32),
         }
+
+
+def find_teacher(objective: Objective) -> str | None:
+    """Folder or hub name of an objective's teacher; None without one that is another model."""
+    return objective.teacher if isinstance(objective, Distill) else None
 
 
 def _kl(logps_XV: Any, other_XV: Any) -> Any:

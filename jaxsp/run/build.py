@@ -130,6 +130,7 @@ def prepare_model(
         tokenizer = model_files.load_checked_tokenizer(
             config, source, model, model_dir, has_text=opened.have_text
         )
+        model_files.check_teacher_tokens(config, tokenizer)
     spec = _resolve_step(config.step, model, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
@@ -141,7 +142,8 @@ def prepare_model(
         mesh={"seq": spec.config.mesh.seq},
         batch={"rows_per_microbatch": spec.config.rows_per_microbatch},
     ).model_copy(update={"adapter": adapter.config})
-    vocab_size = spec.model.vocab_size
+    models = filter(None, (spec.model, spec.model.teacher))
+    vocab_size = min(model.vocab_size for model in models)
     train, evals = data_sets.make_data_sets(
         opened, config, tokenizer, vocab_size=vocab_size, for_training=for_training
     )

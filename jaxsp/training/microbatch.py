@@ -25,6 +25,9 @@ from jaxsp.training.specs import StepSpec
 WEIGHTED_SUM = "weighted_loss_sum"
 """Sum of token losses with the weights of an objective, whose own loss is `loss_sum`."""
 
+TEACHER_SCOPE = "teacher"
+"""Scope name, in the compiled program, of the layers of an objective's teacher."""
+
 Weigh = Callable[[Batch, Callable[[], Array]], tuple[Array, Sums]]
 """Function of a microbatch, and of a function that computes its token losses. It returns a weight
 for the loss of each token, and sums over pairs."""
@@ -124,7 +127,8 @@ def _run_model(
     if (teacher_spec := spec.teacher) is not None:
         weights = spec.select_teacher(values)
         no_holders = spec.gather.make_grad_holders(teacher_spec.table, weights)
-        hidden_BlD, teacher, _ = _run_layers(teacher_spec, weights, no_holders, batch, None)
+        with jax.named_scope(TEACHER_SCOPE):
+            hidden_BlD, teacher, _ = _run_layers(teacher_spec, weights, no_holders, batch, None)
         # The teacher runs first, so that its temporaries are gone before activations are saved
         hidden_BlD = jax.lax.stop_gradient(hidden_BlD)
         hidden_BlD, tokens_BL = jax.lax.optimization_barrier((hidden_BlD, batch.tokens_BL))
@@ -143,9 +147,9 @@ def _run_layers(
     token_keys: Keys | None,
 ) -> tuple[Array, Head, Sums]:
     """Hidden states, the head, and sums of routers' statistics."""
-    shards = jax.tree.map(
-        lambda _, value, holder: Shard(value=value, grad_holder=holder), spec.table, values, holders
-    )
+    make_shard = lambda _, value, holder: Shard(value=value, grad_holder=holder)
+    trees = (spec.table, spec.select_own(values), spec.select_own(holders))
+    shards = jax.tree.map(make_shard, *trees)
     hidden_BlD, statistics = decoder.hidden_states(
         shards,
         batch,

@@ -54,7 +54,7 @@ def _local_gradients(
     spec: StepSpec, master: layers.Weights, batch: Batch, step: Array
 ) -> tuple[layers.Weights, Sums]:
     """Gradients and sums from this device's shards and rows, inside shard_map."""
-    table = spec.table
+    table = spec.state_table
     values = master
     if not spec.has_offloaded_gradients:
         values = spec.gather.make_working_copy(table, master)
@@ -164,7 +164,7 @@ def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -
 
     def local(master: layers.Weights, batch: Batch) -> BatchLosses:
         batch = batch.without_pairs()
-        holders = spec.gather.make_grad_holders(spec.table, master)
+        holders = spec.gather.make_grad_holders(spec.state_table, master)
         compute_microbatch = functools.partial(compute, master, holders)
         sums, losses = metric_table.scan_sums(compute_microbatch, batch)
         losses_BL, outcomes_BL = losses
@@ -225,7 +225,7 @@ def _sum_over_mesh(sums: Sums, batch: Batch) -> Sums:
 def _weight_specs(spec: StepSpec) -> Any:
     """PartitionSpec of each weight."""
     return jax.tree.map(
-        lambda param: sharding.partition_spec(param, spec.gather.num_shards), spec.table
+        lambda param: sharding.partition_spec(param, spec.gather.num_shards), spec.state_table
     )
 
 

@@ -46,7 +46,7 @@ def init_state(spec: StepSpec, master: layers.Weights) -> TrainState:
         return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, opt_state))()
 
     # One after another: the temporaries of all weights of a large model may not fit a device
-    opt_state = jax.tree.map(init_param, spec.table, shapes.opt_state)
+    opt_state = jax.tree.map(init_param, spec.state_table, shapes.opt_state)
     step = jax.device_put(jnp.int32(0), shapes.step.sharding)
     return TrainState(master=master, opt_state=opt_state, step=step)
 
@@ -64,7 +64,7 @@ def abstract_weights(spec: StepSpec) -> layers.Weights:
 
         return jax.tree.map(add_sharding, quantization.describe(param, shape))
 
-    return jax.tree.map(describe, spec.table)
+    return jax.tree.map(describe, spec.state_table)
 
 
 def abstract_inputs(spec: StepSpec) -> tuple[TrainState, Batch]:
@@ -86,7 +86,7 @@ def abstract_inputs(spec: StepSpec) -> tuple[TrainState, Batch]:
         return jax.tree.map(describe, optimizer.describe_state(spec.config.optimizer, param))
 
     master = abstract_weights(spec)
-    opt_state = jax.tree.map(describe_state, spec.table)
+    opt_state = jax.tree.map(describe_state, spec.state_table)
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     state = TrainState(master=master, opt_state=opt_state, step=step)
     return state, _abstract_batch(spec)
