@@ -114,9 +114,9 @@ class Evaluator:
         _ = self._compute_losses
 
     def for_texts(self) -> "Evaluator":
-        """Evaluator for texts: itself, unless its data are pairs. Raises: UserError for a reward
-        model."""
-        if not self.spec.objective.has_pairs:
+        """Evaluator for texts: itself, unless its data have more than texts. Raises: UserError for
+        a reward model."""
+        if isinstance(self.spec.objective, Sft) or self.spec.teacher is not None:
             return self
         if self.spec.model.has_scores:
             raise UserError(
@@ -171,7 +171,7 @@ class Evaluator:
             if texts:
                 arrays = [text.tokens for text in texts], [text.labels for text in texts]
                 short_data = dataset.pack_arrays("short texts", *arrays, **self.spec.config.packing)
-                self._run_batches(short_data, master, on_batch, [short_losses.add])
+                self.for_texts()._run_batches(short_data, master, on_batch, [short_losses.add])
             long_ppl_result = long_ppl.compute(texts, all_losses, short_losses)
         fields = EvalFields(
             step=num_steps,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxsp.blocks import dropout, layers
 from jaxsp.blocks.dropout import Keys
@@ -114,6 +114,23 @@ def compute_token_losses(
     return losses_Bl, is_correct_Bl, sums | statistics
 
 
+def compute_top_k(
+    spec: StepSpec,
+    values: layers.Weights,
+    batch: Batch,
+    *,
+    top_k: int,
+    temperature: float,
+    vocab_size: int,
+) -> tuple[Int32[Array, "B l K"], Float32[Array, "B l K1"]]:
+    """Predictions of this device's tokens in a microbatch: see `loss.compute_top_k`."""
+    holders = spec.gather.make_grad_holders(spec.table, values)
+    tokens, head, _ = _run_model(spec, values, holders, batch, None)
+    return loss.compute_top_k(
+        tokens, head, top_k=top_k, temperature=temperature, vocab_size=vocab_size
+    )
+
+
 def _run_model(
     spec: StepSpec,
     values: layers.Weights,
@@ -134,6 +151,11 @@ def _run_model(
         hidden_BlD, tokens_BL = jax.lax.optimization_barrier((hidden_BlD, batch.tokens_BL))
         batch = dataclasses.replace(batch, tokens_BL=tokens_BL)
         numbers[loss.TEACHER_HIDDEN] = hidden_BlD
+    if batch.scores_BLK is not None:
+        top_k = batch.scores_BLK.shape[-1] // 2
+        ids_BlK, bits_BlK = jnp.split(batch.scores_BLK, [top_k], axis=-1)
+        numbers["teacher_ids"] = ids_BlK
+        numbers["teacher_logps"] = jax.lax.bitcast_convert_type(bits_BlK, jnp.float32)
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
     tokens = Tile(hidden_BlD, batch.labels_BL, batch.weights_BL, numbers)
     return tokens, dataclasses.replace(head, teacher=teacher), statistics

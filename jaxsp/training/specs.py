@@ -26,7 +26,7 @@ from jaxsp.experts import kernels as expert_kernels
 from jaxsp.model import flops, layer_stack, tiling
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.model.remat import RematPolicy
-from jaxsp.objectives.distill import Distill, find_teacher
+from jaxsp.objectives.distill import Distill, find_teacher, has_teacher
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.sharding import host_offload
 from jaxsp.sharding.sharding import Gather
@@ -339,7 +339,7 @@ def make_spec(
     """
     make = functools.partial(_make_one, devices=devices, device_bytes=device_bytes)
     objective = config.objective
-    if not isinstance(objective, Distill):
+    if not has_teacher(objective):
         return make(config, model)
     teacher_model = _find_teacher(config, model)
     requested = config.attention

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float32, Int8
+from jaxtyping import Array, Float32, Int8, Int32
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
@@ -172,6 +172,18 @@ def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -
 
     specs = BatchLosses(PER_TOKEN, PER_TOKEN, PartitionSpec())  # type: ignore[arg-type]
     return _run_on_mesh(spec, local, master, batch, out_specs=specs)
+
+
+def compute_top_k(
+    spec: StepSpec, master: layers.Weights, batch: Batch, **options: Any
+) -> tuple[Int32[Array, "microbatches B L K"], Float32[Array, "microbatches B L K1"]]:
+    """Predictions of the tokens of a batch: see `loss.compute_top_k`. Call under jit."""
+
+    def local(master: layers.Weights, batch: Batch) -> tuple[Array, Array]:
+        compute = lambda rows: microbatch.compute_top_k(spec, master, rows, **options)
+        return jax.lax.map(compute, batch.without_pairs())
+
+    return _run_on_mesh(spec, local, master, batch, out_specs=(PER_TOKEN, PER_TOKEN))
 
 
 def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:

@@ -12,6 +12,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import batch
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, max_pairs
+from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import optimizer, optimizer_state
 from jaxsp.sharding import quantization, sharding
 from jaxsp.system import device_mesh
@@ -109,6 +110,12 @@ def _abstract_batch(spec: StepSpec) -> Batch:
         labels = arrays["labels_BL"]
         arrays["weights_BL"] = jax.ShapeDtypeStruct(
             labels.shape, jnp.float32, sharding=labels.sharding
+        )
+    if isinstance(spec.objective, Distill) and spec.objective.scores is not None:
+        labels = arrays["labels_BL"]
+        width = 2 * spec.objective.top_k + 1
+        arrays["scores_BLK"] = jax.ShapeDtypeStruct(
+            (*labels.shape, width), jnp.int32, sharding=labels.sharding
         )
     if names := spec.objective.needs:
         numbers = jax.ShapeDtypeStruct(

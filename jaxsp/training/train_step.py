@@ -119,6 +119,18 @@ def compile_token_losses(spec: StepSpec) -> jax.stages.Compiled:
     return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
 
 
+def compile_top_k(spec: StepSpec, **options: Any) -> jax.stages.Compiled:
+    """Compiles `step_gradients.compute_top_k`, whose results all devices get.
+
+    Raises: as `compile`.
+    """
+    state, batch = train_state.abstract_inputs(spec)
+    compute = functools.partial(step_gradients.compute_top_k, spec, **options)
+    replicated = NamedSharding(spec.mesh, PartitionSpec())
+    lowered = jax.jit(compute, out_shardings=replicated).lower(state.master, batch)
+    return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
+
+
 def check_collectives(spec: StepSpec, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
     """Checks that attention communicates if it has to, and returns the compiled program.
 
