@@ -165,11 +165,9 @@ def estimate_step(
         operations[2] = of_teacher / spec.mesh.size
     attention_s: dict[int, float] = {}
     runs = hlo.count_runs(compiled, lambda line: line.calls(prefix), include_branches=True)
-    forward_rate, backward_rate = (
-        ceilings.attention_forward_tflops,
-        ceilings.attention_backward_tflops,
-    )
-    passes = zip(operations, (forward_rate, backward_rate, forward_rate), strict=True)
+    forward_rate = ceilings.attention_forward_tflops
+    rates = (forward_rate, ceilings.attention_backward_tflops, forward_rate)
+    passes = zip(operations, rates, strict=True)
     for number, (num_operations, rate) in enumerate(passes):
         calls = {
             line.line_number: num_runs
