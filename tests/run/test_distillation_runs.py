@@ -92,6 +92,11 @@ def test_a_run_on_one_mesh_goes_on_on_another_and_its_model_is_used_without_the_
     export.main([str(folder / "straight"), str(folder / "exported")])
     config = json.loads((folder / "exported/config.json").read_text())
     assert config["num_hidden_layers"] == 1
+    before = ["objective.teacher=null", "objective.type=sft", "run.steps=1"]
+    run(settings(folder, "sft", *before))
+    words = ["objective.type=distill", f"objective.teacher={folder / 'teacher'}"]
+    evaluation.main([str(folder / "sft"), "mesh.seq=4", "mesh.data=2", *words])
+    assert commands.read_lines(folder / "sft/eval.jsonl")[-1]["divergence"] > 0
     changed = settings(folder, "straight", f"objective.teacher={folder / 'student'}", "run.steps=5")
     with pytest.raises(UserError, match="another base: teacher/"):
         run(changed)
