@@ -150,7 +150,7 @@ def estimate_step(
         kernel_s[kernel.line_number] = max(
             kernel.flops / (kernel.efficiency * ceilings.matmul_tflops * _TERA),
             kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
-            kernel.floor_s,
+            kernel.min_s,
         )
     forward_flops = flops.attention_flops(spec.model, segment_lengths) / spec.mesh.size
     # five products instead of two: the scores again, and both gradients of both products

@@ -112,7 +112,8 @@ def _check_sections(
                     if own.format == source.format
                 ]
                 yield (
-                    f"{field}: needs an objective for it. Set {errors.format_choices(fitting)}, or "
+                    f"{field}: has two documents in each record, and objective.type = "
+                    f"{objective.type} compares none. Set {errors.format_choices(fitting)}, or "
                     "train on the chosen answers: format: prompt_completion, fields: {completion: "
                     "chosen}."
                 )
