@@ -679,6 +679,7 @@ _INSTEAD = {
     ),
     **dict.fromkeys(("run.early_stopping_patience", "run.stop_after"), "End your own loop early."),
     **dict.fromkeys(("run.log_every", "logging"), "Log the metrics of a step in your own loop."),
+    "objective.predictions": "Leave it out: the teacher runs in each step.",
     "objective.type": "Preferences need data.train, and Trainer.train.",
 }
 """Alternatives to fields, and to whole sections, that have no effect without training data."""

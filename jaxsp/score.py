@@ -11,8 +11,8 @@ def main(arguments: list[str]) -> None:
     parser = cli.make_parser(
         "score",
         "Writes the predictions of objective.teacher for data.train and data.eval into the folder "
-        "objective.scores.\nTraining with the same config then reads them. An interrupted command "
-        "continues where it ended.",
+        "objective.predictions.\nTraining with the same config then reads them. An interrupted "
+        "command continues where it ended.",
         takes="CONFIG.yaml",
         is_multi_process=True,
     )

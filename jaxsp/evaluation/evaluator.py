@@ -114,10 +114,9 @@ class Evaluator:
         _ = self._compute_losses
 
     def for_texts(self) -> "Evaluator":
-        """Evaluator for texts: itself if its batches have nothing else, or with a teacher in the
-        step; otherwise one with objective sft and no eval sets. Raises: UserError for a reward
-        model."""
-        if isinstance(self.spec.objective, Sft) or self.spec.teacher is not None:
+        """Evaluator for texts: itself if its batches have nothing else; otherwise one with
+        objective sft and no eval sets. Raises: UserError for a reward model."""
+        if isinstance(self.spec.objective, Sft):
             return self
         if self.spec.model.has_scores:
             raise UserError(
@@ -125,7 +124,7 @@ class Evaluator:
                 "Leave out eval.tasks and --lm-eval."
             )
         spec = self.spec.respec(objective=Sft())
-        return Evaluator(dataclasses.replace(spec, has_split_pairs=False), [])
+        return Evaluator(dataclasses.replace(spec, has_split_pairs=False, teacher=None), [])
 
     def run(
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
@@ -208,6 +207,7 @@ class Evaluator:
     ) -> Sums:
         """Gives the losses of tokens to `takers`, and returns counts and statistics."""
         compute_losses = self._compute_losses
+        master = self.spec.select_state(master)
         schedule = data.make_schedule(self.spec.config.rows_per_step, epochs=1)
         placement = self.spec.placement
         loader = data.make_loader(schedule, placement)

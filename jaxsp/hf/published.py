@@ -13,7 +13,7 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import yaml_io
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError, at
-from jaxsp.hf import folder, model_config
+from jaxsp.hf import context_range, folder, model_config
 from jaxsp.hf.folder import HubError
 from jaxsp.hf.model_source import ModelSourceConfig
 
@@ -102,5 +102,8 @@ def read_sizes(
                 for problem in error.problems
             ) from None
         sizes = dataclasses.replace(sizes, teacher=read.model)
-        note = "\n".join(filter(None, (note, read.note)))
+        excess = context_range.describe_excess(read.fields, row_tokens=row_tokens or 0)
+        excess = excess.partition(" Extend")[0]
+        excess = f"the teacher: {excess}" if excess else ""
+        note = "\n".join(filter(None, (note, read.note, excess)))
     return ModelSizes(model=sizes, fields=fields, published=published, note=note)

@@ -33,11 +33,12 @@ class Distill(TokenObjective):
     teacher: Annotated[str | None, with_examples("Qwen/Qwen3-32B", min_length=1)] = None
     """Folder or hub name of the teacher, with the same token ids as the model. null: the model
     without its adapter, for adapter.type lora and dora."""
-    scores: Annotated[str | None, with_examples("scores/qwen3-32b", min_length=1)] = None
+    predictions: Annotated[str | None, with_examples("predictions/qwen3-32b", min_length=1)] = None
     """Folder of the teacher's predictions for the data, which `jaxsp score` writes; training then
     reads them instead of running the teacher. null: the teacher runs in every step."""
     top_k: Annotated[int, with_examples(64, ge=1, le=256)] = 64
-    """Number of the likeliest tokens whose probabilities are in `scores`. All other tokens together
+    """Number of the likeliest tokens whose probabilities are in
+    `predictions`. All others together
     are one class of the divergence."""
     teacher_quantization: Literal["none", "int8", "nf4"] = "none"
     """Format of the teacher's weights: as adapter.quantization."""
@@ -54,7 +55,7 @@ class Distill(TokenObjective):
     sft_weight: Annotated[NonNegativeFloat, with_examples(0.5)] = 0.0
     """Factor of the cross entropy of the labels, which is added to the divergence."""
 
-    _expand_home = pydantic.field_validator("teacher", "scores")(fields.expand_home)
+    _expand_home = pydantic.field_validator("teacher", "predictions")(fields.expand_home)
 
     def find_problems(self) -> Iterator[str]:
         if self.divergence != "jsd" and self.beta != 0.5:
@@ -62,13 +63,8 @@ class Distill(TokenObjective):
                 f"{self.show('beta')}: has no effect with {HERE}.divergence = {self.divergence}. "
                 f"Set {HERE}.divergence=jsd, or leave it out."
             )
-        if self.scores is None and self.top_k != 64:
-            yield (
-                f"{self.show('top_k')}: has no effect without {HERE}.scores: the whole vocabulary "
-                f"is used. Set {HERE}.scores, or leave it out."
-            )
         if self.teacher is None:
-            for name in ("teacher_quantization", "teacher_linear_dtype", "scores"):
+            for name in ("teacher_quantization", "teacher_linear_dtype", "predictions"):
                 if getattr(self, name) not in ("none", None):
                     yield (
                         f"{self.show(name)}: has no effect without {HERE}.teacher: the model "
@@ -106,19 +102,18 @@ class Distill(TokenObjective):
         import jax
         import jax.numpy as jnp
 
-        logits_XV = tokens.logits_XV / self.temperature
+        logits_XV = tokens.logits_XV[:, : tokens.vocab_size] / self.temperature
+        student_XV = jax.nn.log_softmax(logits_XV)
         if "teacher_ids" in tokens.numbers:
             ids_XK = tokens.numbers["teacher_ids"]
-            chosen_XK = jnp.take_along_axis(logits_XV, ids_XK, axis=-1)
-            rest_X1 = sum_others(logits_XV, ids_XK)[:, None]
-            log_sum_X1 = jax.nn.logsumexp(logits_XV, axis=-1, keepdims=True)
-            own_XK = jnp.concatenate([chosen_XK, rest_X1], axis=-1) - log_sum_X1
-            return own_XK, tokens.numbers["teacher_logps"]
+            chosen_XK = jnp.take_along_axis(student_XV, ids_XK, axis=-1)
+            rest_X1 = sum_others(student_XV, ids_XK)[:, None]
+            student_XK = jnp.concatenate([chosen_XK, rest_X1], axis=-1)
+            return student_XK, tokens.numbers["teacher_logps"]
         teacher_logits_XV = tokens.teacher_logits_XV
         assert teacher_logits_XV is not None, "the step runs the teacher"
-        size = min(logits_XV.shape[1], teacher_logits_XV.shape[1])
-        own_XV = jax.nn.log_softmax(logits_XV[:, :size])
-        return own_XV, jax.nn.log_softmax(teacher_logits_XV[:, :size] / self.temperature)
+        teacher_logits_XV = teacher_logits_XV[:, : tokens.vocab_size] / self.temperature
+        return student_XV, jax.nn.log_softmax(teacher_logits_XV)
 
 
 def sum_others(logits_XV: Any, ids_XK: Any) -> Any:
@@ -127,8 +122,10 @@ def sum_others(logits_XV: Any, ids_XK: Any) -> Any:
     import jax.numpy as jnp
 
     rows_X1 = jnp.arange(len(ids_XK))[:, None]
+    # a mask of one byte for each logit, because XLA fuses it into the sum, unlike a copy of logits
+    is_left_out_XV = jnp.zeros(logits_XV.shape, bool).at[rows_X1, ids_XK].set(True)
     lowest = jnp.finfo(jnp.float32).min  # -inf would make gradients NaN
-    return jax.nn.logsumexp(logits_XV.at[rows_X1, ids_XK].set(lowest), axis=-1)
+    return jax.nn.logsumexp(jnp.where(is_left_out_XV, lowest, logits_XV), axis=-1)
 
 
 def find_teacher(objective: Objective) -> str | None:
@@ -139,11 +136,11 @@ def find_teacher(objective: Objective) -> str | None:
 
 def has_teacher(objective: Objective) -> TypeGuard[Distill]:
     """True if a teacher runs in a step."""
-    return isinstance(objective, Distill) and objective.scores is None
+    return isinstance(objective, Distill) and objective.predictions is None
 
 
 def _kl(logps_XV: Any, other_XV: Any) -> Any:
-    """KL divergence of the second distribution from the first, from log-probabilities.
+    """KL(first || second) of distributions that are given as log-probabilities.
 
     Terms of probability 0 are 0, also where the other log-probability is -inf.
     """

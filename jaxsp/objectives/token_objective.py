@@ -26,6 +26,8 @@ class TileTokens:
     """Logits of the trained model."""
     labels_X: "Array"
     """The next token, int32; 0 for tokens without a label."""
+    vocab_size: int | None = None
+    """Number of ids that the model and its teacher have; None: all of the model's."""
     teacher_logits_XV: "Array | None" = None
     """Logits of the teacher, if the objective has one."""
     numbers: Mapping[str, "Array"] = dataclasses.field(default_factory=dict)

@@ -3,6 +3,7 @@
 Each module describes its own part; this file sets the order.
 """
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ from jaxsp.core import durations
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.evaluation import retrieval
-from jaxsp.hf import context_range, multimodal
+from jaxsp.hf import context_range, folder, multimodal
+from jaxsp.objectives.distill import find_teacher
 from jaxsp.optimizers import optimizer
 from jaxsp.planning import descriptions
 from jaxsp.run.run import Run
@@ -56,11 +58,15 @@ def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
     stops = run.stop_tokens.description
     if stops:
         stops += f"; the export has eos_token_id {fields['eos_token_id']}"
-    excess = context_range.describe_excess(
-        fields,
+    describe_excess = functools.partial(
+        context_range.describe_excess,
         row_tokens=config.data.row_tokens,
         longest_document=int(run.train_set.documents.lengths.max()),
     )
+    notes = [describe_excess(fields)]
+    if (teacher := find_teacher(config.objective)) is not None:
+        excess = describe_excess(folder.find(teacher).config_fields).partition(" Extend")[0]
+        notes.append(f"the teacher: {excess}" if excess else "")
     choice = spec.attention
     attention = describe_choice(choice, spec.model)
     attention_short, _, rest = attention.partition("; ")
@@ -96,7 +102,7 @@ def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
         ),
         BannerEntry("stop", stops),
         BannerEntry("note", multimodal.describe_missing(fields, run.small_files)),
-        BannerEntry("note", excess),
+        BannerEntry("note", "; ".join(filter(None, notes))),
         BannerEntry("evaluation", _describe_evaluation(run)),
         BannerEntry("devices", devices),
         BannerEntry("mesh", mesh + auto.get("mesh.seq", "")),

@@ -23,10 +23,10 @@ from jaxsp.run import (
     data_sets,
     initial_weights,
     model_files,
+    predictions,
     resume,
     selfcheck,
     stop_tokens,
-    teacher_scores,
 )
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel, Run, StartPoint
@@ -156,8 +156,12 @@ def prepare_model(
     train, evals = data_sets.make_data_sets(
         opened, config, tokenizer, vocab_size=vocab_size, for_training=for_training
     )
-    if isinstance(config.objective, Distill) and config.objective.scores is not None:
-        teacher_scores.attach(config.objective, [*filter(None, (train,)), *evals])
+    common_vocab_size = spec.common_vocab_size
+    objective = config.objective
+    if isinstance(objective, Distill) and objective.predictions is not None:
+        used = [*filter(None, (train,)), *evals]
+        model_ids = spec.model.vocab_size
+        common_vocab_size = predictions.attach(objective, used, model_ids=model_ids)
     rows_per_step = config.batch.rows_per_step
     num_split_pairs = 0 if train is None else train.num_split_pairs
     if num_split_pairs and rows_per_step % 2:
@@ -175,6 +179,7 @@ def prepare_model(
             config=config.step,
             num_steps=config.run.steps or 1,
             has_split_pairs=num_split_pairs > 0,
+            common_vocab_size=common_vocab_size,
         ),
         hf_config=stops.add_to(token_ids.add(hf_config, tokenizer)),
         model_folder=source,

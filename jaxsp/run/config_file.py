@@ -14,6 +14,7 @@ from jaxsp.core import errors
 from jaxsp.data.data_config import BatchConfig, DataConfig
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model.adapter_config import AdapterConfig
+from jaxsp.objectives.distill import Distill
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVE, OBJECTIVES
 from jaxsp.optimizers.registry import OPTIMIZER, Optimizer
@@ -133,6 +134,17 @@ def _check_sections(
         yield (
             f"adapter.modules_to_save = {saved}: a reward model has no "
             "lm_head; its head, score, is always trained. Leave lm_head out."
+        )
+    if (
+        isinstance(objective, Distill)
+        and objective.teacher is None
+        and not objective.sft_weight
+        and adapter.source is None
+    ):
+        yield (
+            "objective.sft_weight = 0.0: without objective.teacher, the teacher is the model "
+            "before training, which already predicts the same. Set "
+            "objective.sft_weight=1, or objective.teacher."
         )
     if eval.long_ppl and not data.eval_names:
         yield f"eval.long_ppl = true: needs an eval set. {_EVAL_SUGGESTION}"

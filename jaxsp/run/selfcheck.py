@@ -125,6 +125,9 @@ def check_device(spec: StepSpec, *, may_replace: bool = False) -> tuple[list[str
     device = next(x for x in spec.mesh.devices.flat if x.process_index == jax.process_index())
     if device.platform == "cpu":
         return [], ""
+    lines: list[str] = []
+    if spec.teacher is not None:
+        lines, _ = check_device(spec.teacher)
     start_s = time.perf_counter()
     model = spec.model
     dtype = str(spec.dtype)
@@ -161,7 +164,9 @@ def check_device(spec: StepSpec, *, may_replace: bool = False) -> tuple[list[str
             return [], problem
     fields = ", ".join(dict.fromkeys(check.field for check in checks))
     text = f"self-check: {fields}: agrees with XLA on this device"
-    return [f"{text} ({time.perf_counter() - start_s:.1f} s)"] if checks else [], ""
+    if checks:
+        lines.append(f"{text} ({time.perf_counter() - start_s:.1f} s)")
+    return lines, ""
 
 
 def check_attention(

@@ -75,6 +75,8 @@ class Head:
     transform_logits: TransformLogits = lambda logits: logits
     teacher: "Head | None" = None
     """Head of the teacher, whose logits `tile_loss` also gets."""
+    vocab_size: int | None = None
+    """Number of ids that `tile_loss` compares with a teacher; None: all."""
 
     def gather_weights(self, shard: Any) -> tuple[Array, Array | None]:
         """The whole head, from its shard, and that of the teacher."""
@@ -110,6 +112,7 @@ class Head:
             tokens = TileTokens(
                 logits_XV=logits_XV,
                 labels_X=known_labels_X,
+                vocab_size=self.vocab_size,
                 teacher_logits_XV=teacher_logits_XV,
                 numbers=numbers,
             )

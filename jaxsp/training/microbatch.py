@@ -151,9 +151,9 @@ def _run_model(
         hidden_BlD, tokens_BL = jax.lax.optimization_barrier((hidden_BlD, batch.tokens_BL))
         batch = dataclasses.replace(batch, tokens_BL=tokens_BL)
         numbers[loss.TEACHER_HIDDEN] = hidden_BlD
-    if batch.scores_BLK is not None:
-        top_k = batch.scores_BLK.shape[-1] // 2
-        ids_BlK, bits_BlK = jnp.split(batch.scores_BLK, [top_k], axis=-1)
+    if batch.predictions_BLK is not None:
+        top_k = batch.predictions_BLK.shape[-1] // 2
+        ids_BlK, bits_BlK = jnp.split(batch.predictions_BLK, [top_k], axis=-1)
         numbers["teacher_ids"] = ids_BlK
         numbers["teacher_logps"] = jax.lax.bitcast_convert_type(bits_BlK, jnp.float32)
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
@@ -189,6 +189,7 @@ def _run_layers(
         shard=decoder.lm_head(shards),
         tile=min(spec.loss_tile, batch.tokens_BL.size),
         tile_loss=_choose_tile_loss(spec),
+        vocab_size=spec.common_vocab_size,
         transform_logits=functools.partial(decoder.transform_logits, spec.model),
     )
     sums = balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {}

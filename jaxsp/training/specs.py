@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,6 @@ from jax.sharding import Mesh
 
 from jaxsp.attention.attend import Attend, make_chosen_attend
 from jaxsp.attention.selection import AttentionChoice, choose_attention
-from jaxsp.attention.strategies.registry import TOKEN_EXCHANGES
 from jaxsp.blocks import float8, layers, registry
 from jaxsp.blocks.block import Workload
 from jaxsp.blocks.config import ModelConfig
@@ -85,6 +85,8 @@ class StepSpec:
     """True if the data have pairs of documents that do not fit into one row."""
     teacher: "StepSpec | None" = None
     """Forward pass of the objective's teacher on the same rows; None without one."""
+    common_vocab_size: int | None = None
+    """Number of ids that the model and the objective's teacher have; None without a teacher."""
 
     @property
     def objective(self) -> Objective:
@@ -144,6 +146,10 @@ class StepSpec:
     def is_own_teacher(self) -> bool:
         """True if the teacher is the model without its adapter."""
         return self.teacher is not None and find_teacher(self.objective) is None
+
+    def select_state(self, weights: layers.Weights) -> layers.Weights:
+        """The weights of `state_table` among others."""
+        return {name: weights[name] for name in self.state_table}
 
     def select_own(self, weights: layers.Weights) -> layers.Weights:
         """The model's own weights among those of `state_table`."""
@@ -342,26 +348,29 @@ def make_spec(
     if not has_teacher(objective):
         return make(config, model)
     teacher_model = _find_teacher(config, model)
-    requested = config.attention
-    strategies: list[Any] = [requested.strategy]
-    if requested.strategy == "auto":  # whole rows may be possible for one of the models only
-        strategies += [name for name, x in TOKEN_EXCHANGES.items() if x.is_automatic]
-    described = []
-    for strategy in strategies:
-        config = config.change(attention={"strategy": strategy})
-        spec = make(config, model)
+    attempts: list[dict[str, Any]] = [{}]
+    degree = math.gcd(config.mesh.degree, model.num_heads, teacher_model.num_heads)
+    if config.attention.ulysses_degree is None and config.attention.strategy != "ulysses":
+        # each model would share its heads among as many devices as it can
+        ring = {"strategy": "ring"} if config.attention.strategy == "auto" else {}
+        attempts.append(ring | {"ulysses_degree": degree})
+    for attempt in attempts:
+        attention = config.attention.model_copy(update=attempt)
+        spec = make(dataclasses.replace(config, attention=attention), model)
+        teacher_config = _make_teacher_config(spec.config, teacher_model)
         with at("objective.teacher", objective.teacher):
-            teacher = make(_make_teacher_config(config, teacher_model), teacher_model)
-        used = [each.attention.strategy for each in (spec, teacher)]
-        if used[0].layout == used[1].layout:
-            config = config.change(attention={"strategy": requested.strategy})
-            return dataclasses.replace(spec, config=config, teacher=teacher)
-        described.append(" and ".join(each.description for each in used))
+            teacher = make(teacher_config, teacher_model)
+        if spec.attention.strategy.layout == teacher.attention.strategy.layout:
+            return dataclasses.replace(
+                spec,
+                config=config,
+                teacher=teacher,
+                common_vocab_size=min(model.vocab_size, teacher_model.vocab_size),
+            )
     raise UserError(
-        f"objective.teacher = {objective.teacher}: the model and its teacher would need "
-        f"rows in different orders ({described[0]}). Use a mesh.seq that divides the query heads "
-        f"of both, {model.num_heads} and {teacher_model.num_heads}, or attention.strategy="
-        f"{errors.format_choices([*TOKEN_EXCHANGES])}."
+        f"objective.teacher = {objective.teacher}: with attention.strategy = "
+        f"{config.attention.strategy}, the model and its teacher need rows in different orders. "
+        f"Use attention.strategy=ring and attention.ulysses_degree={degree}."
     )
 
 

@@ -111,10 +111,10 @@ def _abstract_batch(spec: StepSpec) -> Batch:
         arrays["weights_BL"] = jax.ShapeDtypeStruct(
             labels.shape, jnp.float32, sharding=labels.sharding
         )
-    if isinstance(spec.objective, Distill) and spec.objective.scores is not None:
+    if isinstance(spec.objective, Distill) and spec.objective.predictions is not None:
         labels = arrays["labels_BL"]
         width = 2 * spec.objective.top_k + 1
-        arrays["scores_BLK"] = jax.ShapeDtypeStruct(
+        arrays["predictions_BLK"] = jax.ShapeDtypeStruct(
             (*labels.shape, width), jnp.int32, sharding=labels.sharding
         )
     if names := spec.objective.needs:

@@ -108,9 +108,9 @@ def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
     """256 of 257 tokens, and the class of all others, which is the last token."""
     monkeypatch.setattr(distributed, "initialize", lambda _: None)
     words = ["objective.temperature=1.3", "objective.divergence=jsd"]
-    stored = [f"objective.scores={folder / 'scores'}", "objective.top_k=256"]
+    stored = [f"objective.predictions={folder / 'predictions'}", "objective.top_k=256"]
     config = settings(folder, "stored", *words, *stored, sizes=(2, 4))
-    with pytest.raises(UserError, match=r"has no predictions for train.*jaxsp score"):
+    with pytest.raises(UserError, match=r"has none for train.*jaxsp score"):
         run(config)
     console = rich.console.Console(quiet=True)
     compile_top_k = score_command.train_step.compile_top_k
@@ -126,13 +126,15 @@ def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
             score_command.score(config, Process(), console)
     with pytest.raises(UserError, match="incomplete for train"):
         run(config)
-    score_command.score(config, Process(), console)
-    files = sorted((folder / "scores").glob("*/scores.npy"))
+    # another mesh has other batches
+    other_mesh = settings(folder, "stored", *words, *stored, sizes=(8, 1))
+    score_command.score(other_mesh, Process(), console)
+    files = sorted((folder / "predictions").glob("*/predictions.npy"))
     lines = run(config)
     for line, expected in zip(lines, run(settings(folder, "live", *words)), strict=True):
         for name in ("loss", "cross_entropy", "grad_norm", "teacher_agreement"):
             assert line[name] == pytest.approx(expected[name], rel=1e-5), name
-    with pytest.raises(UserError, match=r"objective\.temperature = 1\.3, not 1\.0"):
+    with pytest.raises(UserError, match=r"has none for train .* temperature 1 "):
         run(settings(folder, "other", "objective.divergence=jsd", *stored))
     content = bytearray(files[0].read_bytes())
     content[-500] ^= 4

@@ -234,3 +234,26 @@ def test_probabilities_of_0_give_finite_losses_and_gradients():
         value, gradient = jax.value_and_grad(total)(logits_XV)
         assert np.isfinite(value), divergence
         assert np.isfinite(gradient).all(), divergence
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_stored_predictions_have_the_classes_of_a_smaller_vocabulary(divergence):
+    """All tokens of the teacher but one, and the class of all others, which is that one."""
+    rng = np.random.default_rng(4)
+    student_XV, teacher_XV = (jnp.asarray(rng.normal(size=(3, n)), jnp.float32) for n in (40, 30))
+    objective = Distill(teacher="x", divergence=divergence, temperature=1.4)
+    tokens = TileTokens(
+        logits_XV=student_XV,
+        labels_X=jnp.zeros(3, jnp.int32),
+        vocab_size=30,
+        teacher_logits_XV=teacher_XV,
+    )
+    logps_XV = jax.nn.log_softmax(teacher_XV / 1.4)
+    order_XV = jnp.argsort(-logps_XV, axis=-1)
+    numbers = {
+        "teacher_ids": order_XV[:, :-1],
+        "teacher_logps": jnp.take_along_axis(logps_XV, order_XV, axis=-1),
+    }
+    stored = dataclasses.replace(tokens, teacher_logits_XV=None, numbers=numbers)
+    expected, actual = (objective.losses(each)[0] for each in (tokens, stored))
+    assert batches.relative_error(actual, expected) < tolerances.TILES

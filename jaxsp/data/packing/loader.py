@@ -120,8 +120,8 @@ class BatchLoader:
         self._specs = dict(SPECS)
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
-        if documents.scores is not None:
-            self._specs["scores_BLK"] = PER_TOKEN
+        if documents.predictions is not None:
+            self._specs["predictions_BLK"] = PER_TOKEN
         if documents.per_record == 2:
             self._specs["documents_BM"] = PER_ROW
         num_slots = placement.num_groups * placement.rows_per_microbatch
@@ -216,16 +216,14 @@ class BatchLoader:
                 segments.append({"row": row_index} | origin | place)
         return segments
 
-    def batches(self, first: int = 0) -> Generator[tuple[Batch, StepCounts]]:
+    def batches(self) -> Generator[tuple[Batch, StepCounts]]:
         """Yields the steps in order; the next two are read while one is used. Request the next
         batch when a step is dispatched and before its metrics are fetched. It is then copied to the
         devices while the step runs. An exception in a read is raised here and ends the
         iteration."""
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
         steps = iter(
-            grain.MapDataset.range(first, self.num_steps)
-            .map(self.read_step)
-            .to_iter_dataset(options)
+            grain.MapDataset.range(self.num_steps).map(self.read_step).to_iter_dataset(options)
         )
         with contextlib.closing(steps):
             for host_batch in steps:

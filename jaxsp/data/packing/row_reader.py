@@ -124,12 +124,12 @@ class RowSlice:
     positions: np.ndarray
     weights: np.ndarray | None = None
     """Weight of each label's loss, float32; None if the documents have no weights."""
-    scores: np.ndarray | None = None
+    predictions: np.ndarray | None = None
     """A teacher's predictions after each token, [tokens, 2 k + 1]; None if they are not stored."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredScores:
+class StoredPredictions:
     """A teacher's predictions after each token of all documents: see `run.teacher_scores`."""
 
     values: CheckedIds
@@ -351,7 +351,7 @@ class Documents:
         self.has_given_references = self.references is not None
         """True if the records have the log-probabilities of the reference model."""
         self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
-        self.scores: StoredScores | None = None
+        self.predictions: StoredPredictions | None = None
         """A teacher's stored predictions."""
         self._check_documents(row_tokens, longest_stored)
 
@@ -432,9 +432,9 @@ class Documents:
             labels=np.full(end - begin, NO_LABEL, np.int32),
             positions=np.zeros(end - begin, np.int32),
             weights=np.zeros(end - begin, np.float32) if self.has_weights else None,
-            scores=None
-            if self.scores is None
-            else np.zeros((end - begin, 2 * self.scores.top_k + 1), np.int32),
+            predictions=None
+            if self.predictions is None
+            else np.zeros((end - begin, 2 * self.predictions.top_k + 1), np.int32),
         )
         starts = row.starts
         ends = starts + row.length
@@ -467,10 +467,12 @@ class Documents:
             part.labels[at : at + label_count] = chunk.labels.read(first, end)
             if part.weights is not None and chunk.weights is not None:
                 part.weights[at : at + label_count] = chunk.weights[first:end]
-        if self.scores is not None and part.scores is not None:
+        if self.predictions is not None and part.predictions is not None:
             spans = zip(document, first_token, left - begin, num_tokens, strict=True)
             for number, start, at, count in spans:
-                part.scores[at : at + count] = self.scores.read(number, start, start + count)
+                part.predictions[at : at + count] = self.predictions.read(
+                    number, start, start + count
+                )
         if self._has_scores:
             part.labels[:] = NO_LABEL
             last = left - begin + self.lengths[document] - 1 - first_token
