@@ -257,3 +257,14 @@ def test_stored_predictions_have_the_classes_of_a_smaller_vocabulary(divergence)
     stored = dataclasses.replace(tokens, teacher_logits_XV=None, numbers=numbers)
     expected, actual = (objective.losses(each)[0] for each in (tokens, stored))
     assert batches.relative_error(actual, expected) < tolerances.TILES
+
+
+@pytest.mark.parametrize(
+    ("heads", "teacher_heads", "seq"), [(4, 6, 8), (8, 6, 8), (4, 3, 4), (32, 28, 8), (8, 8, 8)]
+)
+def test_auto_finds_a_strategy_for_both_models(heads, teacher_heads, seq):
+    student = batches.model(num_heads=heads, num_kv_heads=heads)
+    teacher = batches.model(num_heads=teacher_heads, num_kv_heads=teacher_heads)
+    spec = make_spec(Case((1, 1, seq), {}), student, teacher)
+    assert spec.attention.strategy.layout == spec.teacher.attention.strategy.layout
+    assert spec.attention.strategy.seq == seq
