@@ -6,13 +6,15 @@ rate of bfloat16.
     dW = dy^T x      in the dtype of x, with a float32 result
 
 Each token has its own scale, and so has each matrix. No scale depends on other tokens or on the
-step before, so that results do not depend on the mesh, and nothing is communicated or stored. The
+step before, so that results do not depend on the mesh. The scales of matrices are computed once per
+step, as maxima over all shards, so that shards are gathered in 8 bits: see `sharding.Gather`. The
 gradient of a matrix is a sum over tokens, whose scales differ: its product is not in 8 bits.
 
 Scales are powers of two. Source: the recipe `rowwise_with_gw_hp` of pytorch/ao's float8 training,
 whose matrices have a scale for each row.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,53 +39,94 @@ MIN_COMPUTE_CAPABILITY = (8, 9)
 """Oldest GPUs that multiply 8-bit floats: Ada, before Hopper."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledMatrix:
+    """A matrix, all of its layers, or shards of them, with the scale of each matrix."""
+
+    values: Any
+    """Array of the matrix, or of its codes, which are the matrix divided by the scale."""
+    scale: Any
+    """Float32 power of two, of each layer if there are several."""
+
+
 def can_multiply(*dims: int) -> bool:
     """True if matrices of these dims are multiplied in 8 bits."""
     return all(dim % DIM_MULTIPLE == 0 for dim in dims)
 
 
-def multiply(x: Float[Array, "... i"], weight_oi: Float[Array, "o i"]) -> Float[Array, "... o"]:
-    """x W^T in the dtype of x; the gradient of W has the dtype of W: see `layers.Gather`."""
-    return checkpoint_name(_multiply(x, weight_oi), layers.PRODUCT_NAME)
+def multiply(
+    x: Float[Array, "... i"], weight: Float[Array, "o i"] | ScaledMatrix
+) -> Float[Array, "... o"]:
+    """x W^T in the dtype of x; the gradient of W is float32: see `layers.Gather`.
+
+    Args: weight: the matrix, or its codes.
+    """
+    matrix = weight if isinstance(weight, ScaledMatrix) else _encode_matrix(weight)
+    return checkpoint_name(_multiply(x, matrix), layers.PRODUCT_NAME)
 
 
 @jax.custom_vjp
-def _multiply(x: Array, weight_oi: Array) -> Array:
-    return _multiply_codes("...i,oi->...o", x, weight_oi)
+def _encode_matrix(weight_oi: Array) -> ScaledMatrix:
+    """Codes, as float32 so that their gradient is; it is the gradient of the matrix."""
+    scale = choose_scale(jnp.max(jnp.abs(weight_oi.astype(jnp.float32))))
+    return ScaledMatrix(values=encode(weight_oi, scale).astype(jnp.float32), scale=scale)
 
 
-def _multiply_forward(x: Array, weight_oi: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _multiply(x, weight_oi), (x, weight_oi)
+_encode_matrix.defvjp(
+    lambda weight_oi: (_encode_matrix(weight_oi), weight_oi[:0]),
+    lambda empty, gradient: (gradient.values.astype(empty.dtype),),
+)
 
 
-def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, weight_oi = residuals
-    dx = _multiply_codes("...o,oi->...i", dy, weight_oi, precision=jax.lax.Precision.HIGHEST)
-    return dx, jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=weight_oi.dtype)
+@jax.custom_vjp
+def _multiply(x: Array, matrix: ScaledMatrix) -> Array:
+    return _multiply_codes("...i,oi->...o", x, matrix)
+
+
+def _multiply_forward(x: Array, matrix: ScaledMatrix) -> tuple[Array, tuple[Array, ScaledMatrix]]:
+    return _multiply(x, matrix), (x, matrix)
+
+
+def _multiply_backward(
+    residuals: tuple[Array, ScaledMatrix], dy: Array
+) -> tuple[Array, ScaledMatrix]:
+    x, matrix = residuals
+    dx = _multiply_codes("...o,oi->...i", dy, matrix, precision=jax.lax.Precision.HIGHEST)
+    dweight = jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=matrix.values.dtype)
+    return dx, ScaledMatrix(values=dweight, scale=jnp.zeros_like(matrix.scale))
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def _multiply_codes(
-    dims: str, x: Array, weight_oi: Array, precision: jax.lax.Precision | None = None
+    dims: str, x: Array, matrix: ScaledMatrix, precision: jax.lax.Precision | None = None
 ) -> Array:
     """Product in 8 bits. Args: precision: HIGHEST: GPUs add up in float32 without shortcuts."""
-    codes, scales = _quantize(x, axis=-1)
-    weight_codes, weight_scale = _quantize(weight_oi, axis=None)
+    codes, scales = _quantize(x)
+    weight_codes = matrix.values.astype(_CODES)
     products = jnp.einsum(
         dims, codes, weight_codes, precision=precision, preferred_element_type=x.dtype
     )
-    return (products.astype(jnp.float32) * (scales * weight_scale)).astype(x.dtype)
+    return (products.astype(jnp.float32) * (scales * matrix.scale)).astype(x.dtype)
 
 
-def _quantize(x: Array, *, axis: int | None) -> tuple[Array, Float32[Array, "..."]]:
-    """Codes, and the scale of each vector along `axis`, or of the whole array."""
-    x32 = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x32), axis=axis, keepdims=axis is not None)
+def _quantize(x: Array) -> tuple[Array, Float32[Array, "..."]]:
+    """Codes, and the scale of each token."""
+    scales = choose_scale(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True))
+    return encode(x, scales), scales
+
+
+def choose_scale(largest: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Smallest power of two for which these magnitudes have codes."""
     _, exponent = jnp.frexp(largest / _MAX_CODE)  # largest / _MAX_CODE < 2 ** exponent
-    inverse = jnp.ldexp(jnp.float32(1), -exponent)
-    return (x32 * inverse).astype(_CODES), jnp.ldexp(jnp.float32(1), exponent)
+    return jnp.ldexp(jnp.float32(1), exponent)
+
+
+def encode(x: Array, scale: Float32[Array, "..."]) -> Array:
+    """Codes of x / scale."""
+    return (x.astype(jnp.float32) * (1 / scale)).astype(_CODES)
 
 
 def check_model(hidden_size: int) -> None:
