@@ -3,18 +3,22 @@ rate of bfloat16.
 
     y  = x W^T       in 8 bits
     dx = dy W        in 8 bits
-    dW = dy^T x      in the dtype of x, with a float32 result
+    dW = dy^T x      in the dtype of x, with a float32 result; in 8 bits with `float8_all`
 
 Each token has its own scale, and so has each matrix. No scale depends on other tokens or on the
 step before, so that results do not depend on the mesh. The scales of matrices are computed once per
 step, as maxima over all shards, so that shards are gathered in 8 bits: see `sharding.Gather`. The
-gradient of a matrix is a sum over tokens, whose scales differ: its product is not in 8 bits.
+gradient of a matrix is a sum over tokens, whose scales differ. With `float8_all`, the scale of x of
+each token moves into its dy, which gets one scale for all tokens of a product.
 
-Scales are powers of two. Source: the recipe `rowwise_with_gw_hp` of pytorch/ao's float8 training,
+Scales are powers of two, so that other tokens only change a code that is too small for a normal
+one, 2 ** 15 times smaller than the largest: gradients do not depend on the mesh except for these.
+Source: the recipe `rowwise_with_gw_hp` of pytorch/ao's float8 training,
 whose matrices have a scale for each row.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +32,14 @@ from jaxsp.core.errors import UserError
 
 NAME = "float8"
 
+ALL = "float8_all"
+"""Also the products that are gradients of matrices."""
+
 _CODES = jnp.float8_e4m3fn
 
 _MAX_CODE = float(jnp.finfo(_CODES).max)
+
+_MIN_SCALE = 2.0**-120
 
 DIM_MULTIPLE = 16
 """Divisor of the dims of matrices that cuBLAS multiplies in 8 bits."""
@@ -56,14 +65,17 @@ def can_multiply(*dims: int) -> bool:
 
 
 def multiply(
-    x: Float[Array, "... i"], weight: Float[Array, "o i"] | ScaledMatrix
+    x: Float[Array, "... i"],
+    weight: Float[Array, "o i"] | ScaledMatrix,
+    *,
+    is_gradient_float8: bool = False,
 ) -> Float[Array, "... o"]:
     """x W^T in the dtype of x; the gradient of W is float32: see `layers.Gather`.
 
-    Args: weight: the matrix, or its codes.
+    Args: weight: the matrix, or its codes. is_gradient_float8: True for `float8_all`.
     """
     matrix = weight if isinstance(weight, ScaledMatrix) else _encode_matrix(weight)
-    return checkpoint_name(_multiply(x, matrix), layers.PRODUCT_NAME)
+    return checkpoint_name(_multiply(is_gradient_float8, x, matrix), layers.PRODUCT_NAME)
 
 
 @jax.custom_vjp
@@ -79,25 +91,46 @@ _encode_matrix.defvjp(
 )
 
 
-@jax.custom_vjp
-def _multiply(x: Array, matrix: ScaledMatrix) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(is_gradient_float8: bool, x: Array, matrix: ScaledMatrix) -> Array:
     return _multiply_codes("...i,oi->...o", x, matrix)
 
 
-def _multiply_forward(x: Array, matrix: ScaledMatrix) -> tuple[Array, tuple[Array, ScaledMatrix]]:
-    return _multiply(x, matrix), (x, matrix)
+def _multiply_forward(
+    is_gradient_float8: bool, x: Array, matrix: ScaledMatrix
+) -> tuple[Array, tuple[Array, ScaledMatrix]]:
+    return _multiply(is_gradient_float8, x, matrix), (x, matrix)
 
 
 def _multiply_backward(
-    residuals: tuple[Array, ScaledMatrix], dy: Array
+    is_gradient_float8: bool, residuals: tuple[Array, ScaledMatrix], dy: Array
 ) -> tuple[Array, ScaledMatrix]:
     x, matrix = residuals
     dx = _multiply_codes("...o,oi->...i", dy, matrix, precision=jax.lax.Precision.HIGHEST)
-    dweight = jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=matrix.values.dtype)
+    if is_gradient_float8:
+        dweight = _multiply_tokens(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+    else:
+        dweight = jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=matrix.values.dtype)
     return dx, ScaledMatrix(values=dweight, scale=jnp.zeros_like(matrix.scale))
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _multiply_tokens(dy_To: Array, x_Ti: Array) -> Float32[Array, "o i"]:
+    """dy^T x in 8 bits: (dy s / S)^T (x / s) S, with the scales s of the tokens of x."""
+    codes_Ti, scales_T1 = _quantize(x_Ti)
+    _, dy_scales_T1 = _quantize(dy_To)
+    scale = jnp.maximum(jnp.max(scales_T1 * dy_scales_T1), _MIN_SCALE)
+    dy_codes_To = encode(dy_To.astype(jnp.float32) * scales_T1, scale)
+    product = jnp.einsum(
+        "To,Ti->oi",
+        dy_codes_To,
+        codes_Ti,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return product * scale
 
 
 def _multiply_codes(
@@ -120,7 +153,9 @@ def _quantize(x: Array) -> tuple[Array, Float32[Array, "..."]]:
 
 def choose_scale(largest: Float32[Array, "..."]) -> Float32[Array, "..."]:
     """Smallest power of two for which these magnitudes have codes."""
-    _, exponent = jnp.frexp(largest / _MAX_CODE)  # largest / _MAX_CODE < 2 ** exponent
+    # Zeros have the smallest scale, so that it is not the largest of several tokens
+    largest = jnp.maximum(largest / _MAX_CODE, _MIN_SCALE / 2)
+    _, exponent = jnp.frexp(largest)  # largest < 2 ** exponent
     return jnp.ldexp(jnp.float32(1), exponent)
 
 
@@ -129,16 +164,16 @@ def encode(x: Array, scale: Float32[Array, "..."]) -> Array:
     return (x.astype(jnp.float32) * (1 / scale)).astype(_CODES)
 
 
-def check_model(hidden_size: int) -> None:
+def check_model(hidden_size: int, name: str = NAME) -> None:
     """Raises: UserError if no matrix of the model would be multiplied in 8 bits."""
     if not can_multiply(hidden_size):
         raise UserError(
-            f"model.linear_dtype = {NAME}: the model's hidden_size, {hidden_size}, must be a "
+            f"model.linear_dtype = {name}: the model's hidden_size, {hidden_size}, must be a "
             f"multiple of {DIM_MULTIPLE}. Leave it out."
         )
 
 
-def check_devices(devices: Sequence[Any]) -> None:
+def check_devices(devices: Sequence[Any], name: str = NAME) -> None:
     """Raises: UserError if they cannot multiply 8-bit floats."""
     device = devices[0]
     if device.platform != "gpu":
@@ -146,6 +181,6 @@ def check_devices(devices: Sequence[Any]) -> None:
     capability = tuple(map(int, str(device.compute_capability).split(".")))
     if capability < MIN_COMPUTE_CAPABILITY:
         raise UserError(
-            f"model.linear_dtype = {NAME}: {device.device_kind} has no products of 8-bit floats. "
+            f"model.linear_dtype = {name}: {device.device_kind} has no products of 8-bit floats. "
             "Leave it out, or use Ada, Hopper or Blackwell GPUs."
         )

@@ -35,7 +35,7 @@ class Linear(nnx.Module):
         fused_with: "Linear | None" = None,
     ):
         """Args: fused_with: another part of the same tensor in Hugging Face's files."""
-        is_float8 = config.linear_dtype == float8.NAME and float8.can_multiply(dim_in, dim_out)
+        is_float8 = config.linear_dtype is not None and float8.can_multiply(dim_in, dim_out)
         lora = config.lora if config.lora and hf_name in config.lora.targets else None
         matrix = Parameter(
             shape=(dim_out, dim_in),
@@ -47,7 +47,11 @@ class Linear(nnx.Module):
             is_float8=is_float8 and not (lora and lora.is_dora),
         )
         self.weight = declare_param(matrix)
-        self.multiply = float8.multiply if is_float8 else multiply
+        self.multiply: Callable[[Array, Any], Array] = multiply
+        if is_float8:
+            self.multiply = functools.partial(
+                float8.multiply, is_gradient_float8=config.linear_dtype == float8.ALL
+            )
         vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias", hf_rows=hf_rows)
         self.bias = declare_param(vector) if bias else None
         adapter: LoraAdapter | None = None

@@ -1,6 +1,7 @@
 """Products of linear layers in 8-bit floats."""
 
 import dataclasses
+import functools
 import re
 import types
 
@@ -32,9 +33,10 @@ def draw(*shape, dtype="bfloat16"):
     return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
 
-@jax.jit
-def run(x, weight, dy):
-    y, pull = jax.vjp(float8.multiply, x, weight)
+@functools.partial(jax.jit, static_argnames="is_gradient_float8")
+def run(x, weight, dy, is_gradient_float8=False):
+    multiply = functools.partial(float8.multiply, is_gradient_float8=is_gradient_float8)
+    y, pull = jax.vjp(multiply, x, weight)
     return y, *pull(dy)
 
 
@@ -52,6 +54,24 @@ def test_products_and_gradients_are_those_of_floats_except_for_rounding():
     assert 0.01 < error(dx, dy64 @ weight64) < 0.05
     assert error(dweight, dy64.T @ x64) < 1e-6, "not in 8 bits"
     assert (y.dtype, dx.dtype, dweight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1, 2**20])
+def test_gradients_of_matrices_in_8_bits_have_the_scales_of_tokens(scale):
+    """A token's part of the gradient is as exact as others, however large its x and dy are, and
+    tokens without a gradient change nothing."""
+    x, weight, dy = draw_inputs("float32")
+    scales = jnp.exp2(jnp.arange(T) % 7).astype(x.dtype)[:, None]
+    x = (x * scales).at[0].multiply(scale)
+    dy = (dy / scales).at[0].divide(scale)
+    *_, dweight = run(x, weight, dy, is_gradient_float8=True)
+    x64, dy64 = (np.asarray(a, np.float64) for a in (x, dy))
+    assert 0.01 < error(dweight, dy64.T @ x64) < 0.05
+    assert dweight.dtype == jnp.float32
+    zeros = jnp.zeros((8, 1), x.dtype)
+    padded = [jnp.concatenate([a, a[:8] * factor]) for a, factor in ((x, zeros + 9), (dy, zeros))]
+    *_, same = run(padded[0], weight, padded[1], is_gradient_float8=True)
+    np.testing.assert_allclose(same, dweight, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1, 448, 1e30])
@@ -86,8 +106,9 @@ def test_gpus_without_such_products_are_refused():
 
 
 def test_the_self_check_passes_correct_products_and_refuses_wrong_ones(monkeypatch):
-    check = selfcheck.check_float8(64, 96)
-    check.run(jax.devices()[0])
+    for name in ("float8", "float8_all"):
+        check = selfcheck.check_float8(64, 96, name=name)
+        check.run(jax.devices()[0])
 
     def share_a_scale(x):
         scale = float8.choose_scale(jnp.max(jnp.abs(x.astype(jnp.float32))))
@@ -131,6 +152,7 @@ HOST |= {"offload_every": 2, "offload_during_attention": "always"}
 CASES = {
     "all weights": (None, 4, 7, {(1, 1, 1): {}, (1, 2, 4): TILES, (2, 2, 2): {}}),
     "adapters": (LORA, 8, 7, {(1, 1, 1): {}, (1, 8, 1): {}, (1, 2, 4): TILES}),
+    "gradients of matrices": (None, 4, 7, {(1, 1, 1): {}, (1, 2, 4): TILES, (1, 8, 1): {}}),
     # The norms of three matrices are needed, not of their codes
     "adapters with magnitudes": (DORA, 8, 4, {(1, 1, 1): {}, (1, 1, 8): {}}),
     "host memory": (None, 4, 7, {(1, 1, 1): {}, (1, 2, 4): TILES | HOST}),
@@ -147,7 +169,8 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(name, small_shards):
         pytest.skip("needs host memory")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": num_heads, "head_dim": 16}
     plain = batches.model(lora=lora, **sizes)
-    model = dataclasses.replace(plain, linear_dtype="float8")
+    linear_dtype = "float8_all" if name == "gradients of matrices" else "float8"
+    model = dataclasses.replace(plain, linear_dtype=linear_dtype)
     weights = runs.draw_weights(model)
     (loss, _), _ = runs.compile_reference(model)(weights, runs.ROWS)
     (plain_loss, _), _ = runs.compile_reference(plain)(weights, runs.ROWS)
