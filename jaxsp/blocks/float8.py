@@ -11,10 +11,9 @@ step, as maxima over all shards, so that shards are gathered in 8 bits: see `sha
 gradient of a matrix is a sum over tokens, whose scales differ. With `float8_all`, the scale of x of
 each token moves into its dy, which gets one scale for all tokens of a product.
 
-Scales are powers of two, so that other tokens only change a code that is too small for a normal
-one, 2 ** 15 times smaller than the largest: gradients do not depend on the mesh except for these.
-Source: the recipe `rowwise_with_gw_hp` of pytorch/ao's float8 training,
-whose matrices have a scale for each row.
+Scales are powers of two, so that this one rounds no code otherwise, except for codes 2 ** 15 times
+smaller than the largest: gradients do not depend on the mesh. Source: the recipe
+`rowwise_with_gw_hp` of pytorch/ao's float8 training, whose matrices have a scale for each row.
 """
 
 import dataclasses
@@ -40,6 +39,7 @@ _CODES = jnp.float8_e4m3fn
 _MAX_CODE = float(jnp.finfo(_CODES).max)
 
 _MIN_SCALE = 2.0**-120
+"""Scale of zeros; its inverse is finite."""
 
 DIM_MULTIPLE = 16
 """Divisor of the dims of matrices that cuBLAS multiplies in 8 bits."""

@@ -236,6 +236,7 @@ class Gather:
             scale = stored.scale
             codes = float8.encode(stored.values.astype(dtype), scale)
             dtype = codes.dtype
+            # As bytes, which are gathered whatever XLA does with 8-bit floats
             stored = jax.lax.bitcast_convert_type(codes, jnp.uint8)
         elif not isinstance(stored, QuantizedMatrix):
             stored = stored.astype(dtype)
