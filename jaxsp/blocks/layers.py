@@ -84,6 +84,8 @@ class Parameter:
     """dtype in exported files; None: that of the export."""
     is_projection: bool = False
     """True for a matrix that may have an adapter beside it."""
+    is_float8: bool = False
+    """True for a matrix that is gathered as codes of 8-bit floats: see `blocks.float8`."""
     is_filter: bool = False
     """True for filters of a convolution, which are treated like vectors."""
     is_adapter: bool = False
@@ -187,9 +189,10 @@ class Gather(Protocol):
 
         Those that are trained are float32 arrays of values of the compute dtype, so that their
         gradients are float32: cast them where they are used. XLA removes both conversions.
+        Those that are `Parameter.is_float8` may be codes: `float8.ScaledMatrix`.
         """
 
-    def all_gather(self, param: Parameter, shard: Any) -> Array:
+    def all_gather(self, param: Parameter, shard: Any) -> Any:
         """One whole weight, without a gradient; `gather(param, shard)` has one."""
 
     def reduce_scatter(self, param: Parameter, gradient: Array) -> Any:

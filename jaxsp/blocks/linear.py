@@ -6,6 +6,7 @@ Dims: i and o, a matrix's inputs and outputs; r and s, an adapter's rank; else a
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,30 +35,37 @@ class Linear(nnx.Module):
         fused_with: "Linear | None" = None,
     ):
         """Args: fused_with: another part of the same tensor in Hugging Face's files."""
+        is_float8 = config.linear_dtype is not None and float8.can_multiply(dim_in, dim_out)
+        lora = config.lora if config.lora and hf_name in config.lora.targets else None
         matrix = Parameter(
             shape=(dim_out, dim_in),
             hf_name=f"{hf_name}.weight",
             hf_rows=hf_rows,
             std=config.initializer_range,
             is_projection=True,
+            # DoRA needs the norms of the matrix itself
+            is_float8=is_float8 and not (lora and lora.is_dora),
         )
         self.weight = declare_param(matrix)
-        is_float8 = config.linear_dtype == float8.NAME and float8.can_multiply(dim_in, dim_out)
-        self.multiply = float8.multiply if is_float8 else multiply
+        self.multiply: Callable[[Array, Any], Array] = multiply
+        if is_float8:
+            self.multiply = functools.partial(
+                float8.multiply, is_gradient_float8=config.linear_dtype == float8.ALL
+            )
         vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias", hf_rows=hf_rows)
         self.bias = declare_param(vector) if bias else None
         adapter: LoraAdapter | None = None
-        if config.lora is not None and hf_name in config.lora.targets:
+        if lora is not None:
             shared = None if fused_with is None else fused_with.adapter
-            adapter = LoraAdapter(matrix, config.lora, shared=shared)
+            adapter = LoraAdapter(matrix, lora, shared=shared)
         self.adapter: LoraAdapter | None = adapter
 
     def __call__(self, x: Float[Array, "B l i"], keys: Keys | None = None) -> Float[Array, "B l o"]:
         """Args: keys: of the tokens, for dropout before the adapter; None: no dropout."""
         if self.adapter is None:
-            y = self.multiply(x, self.weight[...])
+            y = self.multiply(x, self.weight.get_value())
         else:
-            y = self.adapter(x, self.weight[...], keys, product=self.multiply)
+            y = self.adapter(x, self.weight.get_value(), keys, product=self.multiply)
         if self.bias is None:
             return y
         # In float32, so that the bias's gradient, a sum over tokens, is summed in float32.
@@ -127,15 +135,15 @@ class LoraAdapter(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B l i"],
-        weight_oi: Float[Array, "o i"],
+        weight_oi: Any,
         keys: Keys | None,
         *,
-        product: Callable[[Array, Array], Array],
+        product: Callable[[Array, Any], Array],
     ) -> Float[Array, "B l o"]:
         """The adapted product.
 
         Args:
-            weight_oi: the frozen weight.
+            weight_oi: the frozen weight, in a form that `product` takes.
             keys: of the tokens, for dropout; None: no dropout.
             product: function that multiplies x and the frozen weight.
         """

@@ -105,11 +105,13 @@ class ModelSourceConfig(ConfigSection):
     config.json. null: factor times the original range if model.rope extends it; otherwise the
     model's own. Longer documents are trained on too; the banner has a note."""
 
-    linear_dtype: Annotated[Literal["float8"] | None, with_examples("float8")] = None
+    linear_dtype: Annotated[Literal["float8", "float8_all"] | None, with_examples("float8")] = None
     """float8: linear layers multiply activations, and gradients of activations, in 8-bit floats
     (e4m3) with a scale for each token: up to twice as fast on Hopper, Ada and Blackwell GPUs, with
-    a rounding error of a few percent in each product. Gradients of matrices, embedding, head,
-    experts and adapters stay in compute_dtype, and master weights in float32. null: all of them."""
+    a rounding error of a few percent in each product. Matrices are gathered in 8 bits. Gradients of
+    matrices, embedding, head, experts and adapters stay in compute_dtype, and master weights in
+    float32. float8_all: also the products that are gradients of matrices, with float32 sums. null:
+    all in compute_dtype."""
     delta_net_kernel: Literal["auto", "jla", "xla"] = "auto"
     """Kernel of gated delta nets. jla: kernels of the package jax-linear-attention for Hopper GPUs
     in bfloat16, with heads of 64 or 128 (pip install jaxsp[hopper]). xla: plain XLA, on any device.

@@ -92,10 +92,10 @@ def apply_in_tiles(
     ) -> tuple[Any, _Arrays, None]:
         shards, arrays, shared = residuals
         weights = jax.tree.map(gather.all_gather, params, shards)
-        trained = _select_trained(gather, weights, shards)
-        trained_params = _select_trained(gather, params, shards)
+        trained = _select_trained(gather, params, weights, shards)
+        trained_params = _select_trained(gather, params, params, shards)
 
-        run = lambda trained, *inputs: bind(_replace(weights, trained))(*inputs, *shared)
+        run = lambda trained, *inputs: bind(_replace(params, weights, trained))(*inputs, *shared)
 
         def add_tile(sums: Any, tile: tuple[Any, Any]) -> tuple[Any, list[Array]]:
             inputs, dresults = tile
@@ -104,7 +104,7 @@ def apply_in_tiles(
             sums = jax.tree.map(jnp.add, sums, dweights)
             return sums, list(itertools.compress(dinputs, is_float))
 
-        zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained_params)
+        zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), trained)
         tiles = (jax.tree.map(split, arrays), jax.tree.map(split, dresults))
         inputs = list(itertools.compress(tiles[0], is_float))
         sums, dtiles = _scan_tiles_in_place(add_tile, zeros, tiles, inputs)
@@ -116,10 +116,10 @@ def apply_in_tiles(
     return apply(shards, arrays, shared)
 
 
-def _select_trained(gather: Gather, tree: Any, shards: Any) -> Any:
+def _select_trained(gather: Gather, params: layers.Weights, tree: Any, shards: Any) -> Any:
     """`tree` with None in place of frozen weights, whose gradients JAX then does not compute."""
     return jax.tree.map(
-        lambda leaf, shard: leaf if gather.has_gradient(shard) else None, tree, shards
+        lambda _, leaf, shard: leaf if gather.has_gradient(shard) else None, params, tree, shards
     )
 
 
@@ -128,9 +128,12 @@ def _as_gathered(trained: layers.Weights) -> layers.Weights:
     return jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
 
 
-def _replace(weights: layers.Weights, some: layers.Weights) -> layers.Weights:
+def _replace(
+    params: layers.Weights, weights: layers.Weights, some: layers.Weights
+) -> layers.Weights:
     """`weights`, with those of `some` where that is not None."""
-    return jax.tree.map(lambda weight, new: weight if new is None else new, weights, some)
+    choose = lambda _, weight, new: weight if new is None else new
+    return jax.tree.map(choose, params, weights, some)
 
 
 def split_tiles(x_Bl: Array, *, tile_shape: tuple[int, ...], pad_value: int = 0) -> Array:

@@ -155,8 +155,9 @@ def check_device(spec: StepSpec, *, may_replace: bool = False) -> tuple[list[str
         checks += check_delta_rule(model.delta_net, dtype)
     if (experts := model.experts) is not None and experts.kernel != "xla":
         checks.append(check_experts(experts.kernel, width=model.hidden_size, size=experts.size))
-    if model.linear_dtype == float8.NAME:
-        checks.append(check_float8(model.hidden_size, model.intermediate_size))
+    if model.linear_dtype is not None:
+        sizes = model.hidden_size, model.intermediate_size
+        checks.append(check_float8(*sizes, name=model.linear_dtype))
     for check in checks:
         if not (may_replace and check.field.startswith(DELTA_NET_FIELD)):
             check.run(device)
@@ -308,7 +309,7 @@ def check_experts(kernel: str, *, width: int, size: int) -> KernelCheck:
     )
 
 
-def check_float8(dim_in: int, dim_out: int) -> KernelCheck:
+def check_float8(dim_in: int, dim_out: int, *, name: str = float8.NAME) -> KernelCheck:
     """Check of products in 8-bit floats. Rounding of both factors gives errors up to 0.06.
 
     The sizes of tokens differ, so that each needs its own scale.
@@ -319,10 +320,10 @@ def check_float8(dim_in: int, dim_out: int) -> KernelCheck:
     inputs["weight"] = inputs["weight"].astype(np.float32)
     inputs["out"] = (inputs["out"] / sizes).astype(jnp.bfloat16)
     return KernelCheck(
-        field=f"model.linear_dtype = {float8.NAME}",
+        field=f"model.linear_dtype = {name}",
         suggestion="model.linear_dtype=null",
         tolerance=0.08,
-        kernel=float8.multiply,
+        kernel=functools.partial(float8.multiply, is_gradient_float8=name == float8.ALL),
         reference=lambda x, weight: x @ weight.T,
         inputs=inputs,
         find_error=functools.partial(_compare, axis=-1),

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jaxsp.blocks import layers
+from jaxsp.blocks import float8, layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
 from jaxsp.sharding import host_offload, quantization
@@ -105,7 +105,7 @@ class Shard:
     """A device's shard of a weight, and the holder of its gradient: see `layers.Gather`."""
 
     value: Any
-    """Shard of the weight, in any float dtype or quantized."""
+    """Shard of the weight, in any float dtype or quantized, or a `float8.ScaledMatrix`."""
     grad_holder: Any
     """Float32 array that the loss is differentiated with respect to, but does not depend on; None
     for a frozen weight. The gradient has its shape, dtype and memory. The holder contains zeros,
@@ -113,7 +113,7 @@ class Shard:
 
 
 @jax.custom_jvp
-def _forbid_gradient(whole: Array, shard: Shard) -> Array:
+def _forbid_gradient(whole: Any, shard: Shard) -> Any:
     """The weight, unchanged; its differentiation raises a TypeError.
 
     The shard is an argument because its holder is what is differentiated. Without it, a gathered
@@ -137,7 +137,7 @@ class Gather:
 
     Moves: for a weight of `size` elements, a device sends size * itemsize * (1 - 1/shards) bytes
         for the all-gather, in the compute dtype, and the same number of elements for the
-        reduce-scatter of the gradient, in the reduce dtype.
+        reduce-scatter of the gradient, in the reduce dtype. Codes of `add_scales` have one byte.
     """
 
     num_shards: int
@@ -169,6 +169,24 @@ class Gather:
             return cast(value) if param.num_layers is None else jax.lax.map(cast, value)
 
         return jax.tree.map(copy, table, master)
+
+    def add_scales(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
+        """Shards of a step, with the scales of matrices that are then gathered in 8 bits; inside
+        shard_map. Maxima are exact, so that no scale depends on the number of shards."""
+
+        def add_scale(param: Parameter, value: Any) -> Any:
+            if not param.is_float8 or isinstance(value, QuantizedMatrix):
+                return value
+            find = lambda x: jnp.max(jnp.abs(host_memory.to_device(x).astype(self._dtype(param))))
+            # In host memory, one layer at a time
+            find_all = jax.lax.map if host_memory.is_on_host(value) else lambda f, x: jax.vmap(f)(x)
+            largest_N = find_all(find, value)
+            if choose_placement(param, self.num_shards).dim is not None:
+                largest_N = jax.lax.pmax(largest_N, axes.SHARDS)
+            scale_N = float8.choose_scale(largest_N.astype(jnp.float32))
+            return float8.ScaledMatrix(values=value, scale=scale_N)
+
+        return jax.tree.map(add_scale, table, values)
 
     def cast_once(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
         """Copies shards to the device in the dtypes that `all_gather` casts them to, to be gathered
@@ -202,17 +220,26 @@ class Gather:
         """Bytes of all weights in the dtypes that the model gets them in."""
         return sum(map(self._gathered_bytes, jax.tree.leaves(table)))
 
-    def all_gather(self, param: Parameter, shard: Shard) -> Float[Array, "..."]:
+    def all_gather(self, param: Parameter, shard: Shard) -> Any:
         """Casts one layer's shard to the compute dtype, and all-gathers it; of a quantized matrix
-        gathers codes and scales, and dequantizes them.
+        gathers codes and scales, and dequantizes them. With a scale of `add_scales`, gathers codes,
+        and returns a `float8.ScaledMatrix` of them.
 
         For forward passes, and for the rules of a custom_vjp that calls `reduce_scatter`.
 
         Raises: TypeError when it is differentiated; `gather(param, shard)` is differentiable.
         """
         stored = host_memory.to_device(shard.value)
-        if not isinstance(stored, QuantizedMatrix):
-            stored = stored.astype(self._dtype(param))
+        dtype = self._dtype(param)
+        scale = None
+        if isinstance(stored, float8.ScaledMatrix):
+            scale = stored.scale
+            codes = float8.encode(stored.values.astype(dtype), scale)
+            dtype = codes.dtype
+            # As bytes, which are gathered whatever XLA does with 8-bit floats
+            stored = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        elif not isinstance(stored, QuantizedMatrix):
+            stored = stored.astype(dtype)
         else:  # `param` may be the model's, without the format
             param = dataclasses.replace(param, frozen_as=stored.name)
         dim = choose_placement(param, self.num_shards).dim
@@ -222,12 +249,18 @@ class Gather:
                     jax.lax.all_gather, axis_name=axes.SHARDS, axis=dim, tiled=True
                 )
                 stored = jax.tree.map(gather, stored)
-        whole = quantization.decode(param, stored, self._dtype(param))
-        return _forbid_gradient(remove_padding(param, whole), shard)
+        if scale is not None:
+            stored = jax.lax.bitcast_convert_type(stored, dtype)
+        whole = remove_padding(param, quantization.decode(param, stored, dtype))
+        if scale is not None:
+            whole = float8.ScaledMatrix(values=whole, scale=scale)
+        return _forbid_gradient(whole, shard)
 
-    def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
+    def reduce_scatter(self, param: Parameter, gradient: Any) -> Shard:
         """This device's shard of the gradient's sum over all shards; if `sums_replicas_early`,
         gradients of layers are also summed over replicas. Without shards, there is no sum."""
+        if isinstance(gradient, float8.ScaledMatrix):  # that of the codes is the matrix's
+            gradient = gradient.values
         dim = choose_placement(param, self.num_shards).dim
         if dim is None:
             summed = gradient.astype(jnp.float32)
@@ -264,13 +297,14 @@ class Gather:
     def __call__(self, params: Any, shards: Any) -> Any:
         """Whole weights of a tree, or of one parameter. Gradients are returned in the holders."""
 
-        def gather_param(param: Parameter, shard: Shard) -> Array:
+        def gather_param(param: Parameter, shard: Shard) -> Any:
             if not self.has_gradient(shard):
                 return self.all_gather(param, shard)
 
             @jax.custom_vjp
-            def gather(shard: Shard) -> Array:
-                return self.all_gather(param, shard).astype(jnp.float32)
+            def gather(shard: Shard) -> Any:
+                whole = self.all_gather(param, shard)
+                return jax.tree.map(lambda x: x.astype(jnp.float32), whole)
 
             gather.defvjp(
                 lambda shard: (gather(shard), None),

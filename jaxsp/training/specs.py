@@ -447,8 +447,8 @@ def _make_one(
         )
         model = dataclasses.replace(model, delta_net=dataclasses.replace(delta_net, kernel=kernel))
     if (linear_dtype := config.linear_dtype) is not None:
-        float8.check_devices(devices)
-        float8.check_model(model.hidden_size)
+        float8.check_devices(devices, linear_dtype)
+        float8.check_model(model.hidden_size, linear_dtype)
         model = dataclasses.replace(model, linear_dtype=linear_dtype)
     sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
     return StepSpec(

@@ -59,6 +59,7 @@ def _local_gradients(
     if not spec.has_offloaded_gradients:
         values = spec.gather.make_working_copy(table, master)
     grad_holders = spec.gather.make_grad_holders(table, values)
+    values = spec.gather.add_scales(table, values)
     holders, structure = jax.tree.flatten(grad_holders)
     make_objective = _choose_objective(spec, batch)
     weigh, pair_sums = microbatch.prepare_pairs(spec, values, grad_holders, batch, step)
@@ -165,7 +166,8 @@ def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -
     def local(master: layers.Weights, batch: Batch) -> BatchLosses:
         batch = batch.without_pairs()
         holders = spec.gather.make_grad_holders(spec.state_table, master)
-        compute_microbatch = functools.partial(compute, master, holders)
+        values = spec.gather.add_scales(spec.state_table, master)
+        compute_microbatch = functools.partial(compute, values, holders)
         sums, losses = metric_table.scan_sums(compute_microbatch, batch)
         losses_BL, outcomes_BL = losses
         return BatchLosses(losses_BL, outcomes_BL, _sum_over_mesh(sums, batch))
@@ -180,7 +182,8 @@ def compute_top_k(
     """Predictions of the tokens of a batch: see `loss.compute_top_k`. Call under jit."""
 
     def local(master: layers.Weights, batch: Batch) -> tuple[Array, Array]:
-        compute = lambda rows: microbatch.compute_top_k(spec, master, rows, **options)
+        values = spec.gather.add_scales(spec.state_table, master)
+        compute = lambda rows: microbatch.compute_top_k(spec, values, rows, **options)
         return jax.lax.map(compute, batch.without_pairs())
 
     return _run_on_mesh(spec, local, master, batch, out_specs=(PER_TOKEN, PER_TOKEN))

@@ -1,6 +1,7 @@
 """Products of linear layers in 8-bit floats."""
 
 import dataclasses
+import functools
 import re
 import types
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from jaxsp.blocks import float8
+from jaxsp.blocks.config import Lora
 from jaxsp.core.errors import UserError
 from jaxsp.run import resume, selfcheck
 from jaxsp.training import step_descriptions
 from tests import batches, messages
 from tests.training import runs
+from tests.training.test_memory_options import works_here
 
 T = 24
 I = 64
@@ -30,9 +33,10 @@ def draw(*shape, dtype="bfloat16"):
     return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
 
-@jax.jit
-def run(x, weight, dy):
-    y, pull = jax.vjp(float8.multiply, x, weight)
+@functools.partial(jax.jit, static_argnames="is_gradient_float8")
+def run(x, weight, dy, is_gradient_float8=False):
+    multiply = functools.partial(float8.multiply, is_gradient_float8=is_gradient_float8)
+    y, pull = jax.vjp(multiply, x, weight)
     return y, *pull(dy)
 
 
@@ -50,6 +54,24 @@ def test_products_and_gradients_are_those_of_floats_except_for_rounding():
     assert 0.01 < error(dx, dy64 @ weight64) < 0.05
     assert error(dweight, dy64.T @ x64) < 1e-6, "not in 8 bits"
     assert (y.dtype, dx.dtype, dweight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1, 2**20])
+def test_gradients_of_matrices_in_8_bits_have_the_scales_of_tokens(scale):
+    """A token's part of the gradient is as exact as others, however large its x and dy are, and
+    tokens without a gradient change nothing."""
+    x, weight, dy = draw_inputs("float32")
+    scales = jnp.exp2(jnp.arange(T) % 7).astype(x.dtype)[:, None]
+    x = (x * scales).at[0].multiply(scale)
+    dy = (dy / scales).at[0].divide(scale)
+    *_, dweight = run(x, weight, dy, is_gradient_float8=True)
+    x64, dy64 = (np.asarray(a, np.float64) for a in (x, dy))
+    assert 0.01 < error(dweight, dy64.T @ x64) < 0.05
+    assert dweight.dtype == jnp.float32
+    zeros = jnp.zeros((8, 1), x.dtype)
+    padded = [jnp.concatenate([a, a[:8] * factor]) for a, factor in ((x, zeros + 9), (dy, zeros))]
+    *_, same = run(padded[0], weight, padded[1], is_gradient_float8=True)
+    np.testing.assert_allclose(same, dweight, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1, 448, 1e30])
@@ -84,13 +106,14 @@ def test_gpus_without_such_products_are_refused():
 
 
 def test_the_self_check_passes_correct_products_and_refuses_wrong_ones(monkeypatch):
-    check = selfcheck.check_float8(64, 96)
-    check.run(jax.devices()[0])
+    for name in ("float8", "float8_all"):
+        check = selfcheck.check_float8(64, 96, name=name)
+        check.run(jax.devices()[0])
 
-    def share_a_scale(x, *, axis):
-        return quantize(x, axis=None)
+    def share_a_scale(x):
+        scale = float8.choose_scale(jnp.max(jnp.abs(x.astype(jnp.float32))))
+        return float8.encode(x, scale), scale
 
-    quantize = float8._quantize
     monkeypatch.setattr(float8, "_quantize", share_a_scale)
     with pytest.raises(UserError, match=messages.containing("model.linear_dtype", "out", "dx")):
         check.run(jax.devices()[0])
@@ -121,24 +144,52 @@ def test_runs_may_resume_with_other_products():
     assert resume._without_training_choices(model) == batches.model()
 
 
+LORA = Lora(rank=4, scale=2.0, targets=("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"))
+DORA = dataclasses.replace(LORA, is_dora=True)
+TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7, "remat": "full"}
+HOST = {"offload_optimizer": "state_and_gradients", "offload_activations": "layer_inputs"}
+HOST |= {"offload_every": 2, "offload_during_attention": "always"}
+CASES = {
+    "all weights": (None, 4, 7, {(1, 1, 1): {}, (1, 2, 4): TILES, (2, 2, 2): {}}),
+    "adapters": (LORA, 8, 7, {(1, 1, 1): {}, (1, 8, 1): {}, (1, 2, 4): TILES}),
+    "gradients of matrices": (None, 4, 7, {(1, 1, 1): {}, (1, 2, 4): TILES, (1, 8, 1): {}}),
+    # The norms of three matrices are needed, not of their codes
+    "adapters with magnitudes": (DORA, 8, 4, {(1, 1, 1): {}, (1, 1, 8): {}}),
+    "host memory": (None, 4, 7, {(1, 1, 1): {}, (1, 2, 4): TILES | HOST}),
+}
+
+
 @pytest.mark.e2e
-def test_loss_and_gradients_do_not_depend_on_the_mesh(small_shards):
-    """In float32; a value that is rounded the other way on another mesh is the largest error."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "head_dim": 16}
-    model = batches.model(linear_dtype="float8", **sizes)
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_do_not_depend_on_the_mesh(name, small_shards):
+    """In float32; a value that is rounded the other way on another mesh is the largest error. The
+    reference has whole matrices, and quantizes them where they are multiplied."""
+    lora, num_heads, num_scaled, meshes = CASES[name]
+    if not all(map(works_here, meshes.values())):
+        pytest.skip("needs host memory")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": num_heads, "head_dim": 16}
+    plain = batches.model(lora=lora, **sizes)
+    linear_dtype = "float8_all" if name == "gradients of matrices" else "float8"
+    model = dataclasses.replace(plain, linear_dtype=linear_dtype)
     weights = runs.draw_weights(model)
-    results = {}
-    for mesh, rows in {(1, 1, 1): 4, (1, 2, 4): 1, (2, 2, 2): 2}.items():
-        run = runs.compile_in_thread(
-            mesh, rows_per_microbatch=rows, model=model, functions=("gradients",)
-        ).result()
-        state = run.state(weights)
-        gradients, sums = run.gradients(state.master, run.rows(runs.ROWS))
-        results[mesh] = run.unpad(gradients), float(sums["loss"])
-    (expected, loss), *others = results.values()
-    (plain_loss, _), _ = runs.compile_reference(batches.model(**sizes))(weights, runs.ROWS)
+    (loss, _), _ = runs.compile_reference(model)(weights, runs.ROWS)
+    (plain_loss, _), _ = runs.compile_reference(plain)(weights, runs.ROWS)
     assert 1e-5 < abs(loss / float(plain_loss) - 1) < 0.02, "products are in 8 bits"
-    for gradients, other_loss in others:
-        assert abs(other_loss / loss - 1) < 1e-5
-        for name, gradient in gradients.items():
-            assert batches.relative_error(gradient, expected[name]) < 1e-3, name
+    expected = None
+    for mesh, memory in meshes.items():
+        run = runs.compile_in_thread(
+            mesh,
+            rows_per_microbatch=4 // mesh[0] if mesh[1] == 1 else 1,
+            model=model,
+            config=batches.make_config(memory=memory, adapter=lora and {"type": "lora"}),
+            functions=("gradients",),
+        ).result()
+        assert sum(param.is_float8 for param in jax.tree.leaves(run.spec.table)) == num_scaled
+        if mesh != (1, 1, 1):
+            assert re.search(r" = \(?u8\[\S* all-gather", run.gradients.as_text()), "of codes"
+        gradients, sums = run.gradients(run.state(weights).master, run.rows(runs.ROWS))
+        assert abs(float(sums["loss"]) / loss - 1) < 1e-5
+        gradients = run.unpad(gradients)
+        expected = expected or gradients
+        for leaf, gradient in gradients.items():
+            assert batches.relative_error(gradient, expected[leaf]) < 1e-3, (mesh, leaf)
