@@ -105,23 +105,26 @@ def _check_sections(
     for name in ("train", "eval"):
         for number, source in enumerate(getattr(data, name)):
             field = f"data.{name}.{number}.format = {source.format}"
-            if objective.format is None and source.num_documents > 1:
-                fitting = [
-                    f"objective.type={own.model_fields['type'].default}"
-                    for own in OBJECTIVES
-                    if own.format == source.format
-                ]
+            fitting = [
+                f"objective.type={own.model_fields['type'].default}"
+                for own in OBJECTIVES
+                if own.format == source.format
+            ]
+            if objective.format is None and fitting:
+                instead = "ignore the advantages: format: tokens"
+                if source.num_documents > 1:
+                    instead = "train on the chosen answers: format: prompt_completion, "
+                    instead += "fields: {completion: chosen}"
                 yield (
                     f"{field}: needs an objective for it. Set {errors.format_choices(fitting)}, or "
-                    "train on the chosen answers: format: prompt_completion, fields: {completion: "
-                    "chosen}."
+                    f"{instead}."
                 )
             if objective.format not in (None, source.format):
                 yield (
                     f"{field}: objective.type = {objective.type} needs records of format "
                     f"{objective.format}. Use format: {objective.format}, or objective.type=sft."
                 )
-    if objective.format is not None and data.max_segments_per_row < 2:
+    if objective.has_pairs and data.max_segments_per_row < 2:
         yield (
             f"data.max_segments_per_row = {data.max_segments_per_row}: must be at least 2 "
             f"with objective.type = {objective.type}, so that a row holds a pair of documents. "

@@ -56,6 +56,15 @@ def _mean_of(name: str, sums: Sums) -> Any:
     return divide(sums[f"{name}_sum"], sums[f"num_{name.split('_')[0]}"])
 
 
+def _token_mean(name: str, meaning: str) -> Metric:
+    """Metric that is a mean over loss tokens, of a number of a policy objective."""
+    return Metric(
+        meaning,
+        lambda sums: divide(sums[f"{name}_sum"], sums["num_loss_tokens"]),
+        needs=f"{name}_sum",
+    )
+
+
 def _mean_metric(name: str, meaning: str) -> Metric:
     """Metric that is a mean over the answers of one kind."""
     return Metric(
@@ -136,6 +145,35 @@ METRICS = {
         "Reference point of kto: mean log-ratio of mismatched answers over the step, at least 0.",
         lambda sums: divide(sums["kl_sum"], sums["num_pairs"]),
         needs="kl_sum",
+    ),
+    "num_trajectories": Metric(
+        "Number of trajectories with a loss token. Policy objectives have it, and ratios.",
+        operator.itemgetter("num_trajectories"),
+        needs="num_trajectories",
+    ),
+    "ratio": _token_mean(
+        "ratio",
+        "Mean ratio of the probabilities of a loss token by the trained model and by the one that "
+        "sampled it; with importance_sampling_level sequence, that of its trajectory.",
+    ),
+    "ratio_max": Metric(
+        "Largest of these ratios.", operator.itemgetter("ratio_max"), needs="ratio_max"
+    ),
+    "clip_low": _token_mean(
+        "clip_low",
+        "Fraction of loss tokens with a negative advantage and a ratio below the lower bound, "
+        "which therefore have no gradient.",
+    ),
+    "clip_high": _token_mean(
+        "clip_high",
+        "Fraction of loss tokens with a positive advantage and a ratio above the upper bound.",
+    ),
+    "reference_kl": _token_mean(
+        "reference_kl",
+        "Mean KL divergence from the reference model, as it is in the loss, before beta.",
+    ),
+    "entropy": _token_mean(
+        "entropy", "Mean entropy of the predictions at loss tokens, at the objective's temperature."
     ),
     "router_max_load": Metric(
         "Tokens of the busiest expert relative to the mean over experts, in the layer where that "
