@@ -21,10 +21,12 @@ from jaxsp.config.yaml_io import format_value
 from jaxsp.core import exit_codes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.core.units import format_count
+from jaxsp.core.units import GIB, format_count
 from jaxsp.data import in_memory
 from jaxsp.data.chat import chat_template
+from jaxsp.data.formats.trajectories import Trajectories
 from jaxsp.data.ingest import sources
+from jaxsp.data.ingest.cache import make_lists
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -33,9 +35,14 @@ from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.data.tokenization.tokenize import encode_examples
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
-from jaxsp.generation.generator import Generator, Sampling
+from jaxsp.generation.generator import Generator, Sampling, check_head
 from jaxsp.hf import folder, multimodal, peft, published
-from jaxsp.hf.weights import check_target, export_model, open_other_parts
+from jaxsp.hf.multimodal import OtherParts
+from jaxsp.hf.weights import check_target, export_model, list_tensors, open_other_parts
+from jaxsp.objectives.objective import Sft
+from jaxsp.objectives.policy import Policy
+from jaxsp.objectives.registry import OBJECTIVES
+from jaxsp.objectives.token_objective import TileTokens
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import absent, fit, planner
 from jaxsp.planning.planner import Plan
@@ -136,7 +143,12 @@ class Trainer:
         trains = bool(self.config.data.train)
         if trains and has_weights:
             problems.append("has_weights = True: data.train has no weights of tokens. Use pack.")
-        if loss is not None and self.config.objective.has_pairs:
+        if has_weights and self.config.objective.needs:
+            problems.append(
+                f"has_weights = True: objective.type = {self.config.objective.type} weighs tokens "
+                "by their advantages. Use has_weights=False."
+            )
+        if loss is not None and not isinstance(self.config.objective, Sft):
             problems.append(
                 f"loss: objective.type = {self.config.objective.type} has a loss of its own. Leave "
                 "it out."
@@ -168,6 +180,7 @@ class Trainer:
             self.spec, self.model.eval_sets, has_long_ppl=self.config.eval.long_ppl
         )
         self._generator: Generator | None = None
+        self._scorer: Evaluator | None = None
 
     @property
     def state(self) -> TrainState:
@@ -293,6 +306,26 @@ class Trainer:
         Returns: the text of each answer, without the tokens that end it.
         Raises: UserError for prompts that are empty or too long, and for a reward model.
         """
+        answers = self.generate_ids(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        tokenizer = self._load_tokenizer()
+        return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+
+    def generate_ids(
+        self,
+        prompts: Iterable[Any],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """Token ids of answers, with the token that ends one: see `generate`."""
         tokenizer = self._load_tokenizer()
         encoder = TextEncoder(tokenizer)
         vocab_size = self.spec.model.vocab_size
@@ -321,14 +354,13 @@ class Trainer:
         small_files = self.model.small_files
         stop_ids = stop_tokens.list_stop_ids(self.model.hf_config, small_files, tokenizer)
         self._generator = self._generator or Generator(self.spec)
-        answers = self._generator.generate(
+        return self._generator.generate(
             self.state.master,
             ids,
             max_new_tokens=max_new_tokens,
             stop_ids=stop_ids,
             sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
         )
-        return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
 
     def evaluate_sets(self) -> list[Line]:
         """Evaluates the eval sets and the retrieval tasks of the config with these weights.
@@ -365,6 +397,7 @@ class Trainer:
         *,
         labels: NumberLists | None = None,
         weights: NumberLists | None = None,
+        epochs: int | None = None,
     ) -> Iterator[Batch]:
         """Packs documents of token ids into rows, and yields the batches of run.steps steps.
 
@@ -381,6 +414,9 @@ class Trainer:
                 None: every token is a label.
             weights: a weight for the loss of predicting each token, finite and at least 0; needs
                 `Trainer(..., has_weights=True)`.
+            epochs: number of times that each document is used, instead of run.steps steps; rows of
+                the last batch may be empty. 1 with the objective policy, whose documents are
+                records of the format trajectories, with labels of their own.
         Returns: batches; shapes: see `core.batch.Batch`.
         Raises:
             UserError for ids outside the vocabulary, lists of another length than their document's,
@@ -399,9 +435,74 @@ class Trainer:
                 f"weights: the Trainer has has_weights={self.spec.has_weights}. {suggestion}"
             )
         data = self._pack("documents", documents, labels, weights)
-        schedule = data.make_schedule(self.spec.config.rows_per_step, num_steps=self.spec.num_steps)
+        if epochs is None and self.spec.objective.needs:
+            epochs = 1
+        num_steps = self.spec.num_steps if epochs is None else None
+        schedule = data.make_schedule(
+            self.spec.config.rows_per_step, num_steps=num_steps, epochs=epochs
+        )
         loader = data.make_loader(schedule, self.spec.placement)
         return (batch for batch, _ in loader.batches())
+
+    def logps(self, documents: NumberLists) -> list[np.ndarray]:
+        """Log-probability of each token of some documents after those before it, by these weights
+        and at the temperature of the objective policy. Compiles at the first call.
+
+        All processes must call it together with the same documents, and get all of them.
+
+        Args: documents: token ids of each document, at least two and at most data.row_tokens.
+        Returns: float32 arrays of the documents' lengths; the first token has 0.
+        """
+        check_head(self.spec)
+        objective = self.spec.objective
+        temperature = objective.temperature if isinstance(objective, Policy) else 1.0
+
+        def compute_losses(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
+            return -TileTokens(logits_XV=logits_TV / temperature, labels_X=labels_T).logps_X
+
+        if self._scorer is None:
+            spec = self.spec.respec(objective=Sft())
+            self._scorer = Evaluator(dataclasses.replace(spec, loss=compute_losses), ())
+        columns = {"tokens": self._make_id_column("documents", documents)}
+        short = np.flatnonzero(columns["tokens"].value_lengths().to_numpy() < 2)
+        if len(short):
+            raise UserError(f"documents[{short[0]}]: must have at least two tokens.")
+        data = self._pack_columns("documents", columns, long_documents="error")
+        losses = self._scorer.compute_losses(data, self.state.master)
+        return [np.append(0, -values[:-1]).astype(np.float32) for values in losses]
+
+    def weights(
+        self, *, dtype: Literal["bfloat16", "float32"] | None = None, max_bytes: int = 2 * GIB
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yields the weights for an inference engine: tensors by their Hugging Face names, some at
+        a time. Adapters are merged into them.
+
+        All processes must read all of it together, and get the same tensors.
+
+        Args:
+            dtype: of the tensors; None: model.compute_dtype.
+            max_bytes: size of the tensors that are yielded together, unless one alone is larger.
+        Memory: these tensors on each host and, with several processes, a layer of a weight on each
+            device.
+        Raises: UserError with several processes and weights in host memory.
+        """
+        spec = self.spec
+        table = spec.table
+        arrays = merging.make_layer_readers(self.state.master, table=table, mesh=spec.mesh)
+        if spec.config.has_frozen_weights:
+            table, arrays = merging.merge_state(arrays, table=table, model=spec.model)
+        parts = self._open_other_parts(None)
+        shard: dict[str, np.ndarray] = {}
+        num_bytes = 0
+        named = list_tensors(arrays, table, dtype or self.config.model.compute_dtype)
+        for name, tensor in named.items():
+            if shard and num_bytes + tensor.num_bytes > max_bytes:
+                yield shard
+                shard = {}
+                num_bytes = 0
+            shard[name if parts is None else parts.text_names[name]] = tensor.to_numpy()
+            num_bytes += tensor.num_bytes
+        yield shard
 
     def step(self, batch: Batch) -> StepResults:
         """Trains on a batch. Its metrics are arrays by name; reading one waits for the step.
@@ -457,20 +558,7 @@ class Trainer:
         weights = self._prepare_to_save(directory)
         model_folder = self.model.model_folder
         fields = self.model.hf_config
-        parts = None
-        if multimodal.are_exported(fields):
-            whole = model_folder if source is None else folder.find(source, field="source")
-            if whole is None:
-                raise UserError(
-                    f"source: {fields['model_type']} is saved with the other parts of a multimodal "
-                    "checkpoint. Name its folder."
-                )
-            parts = open_other_parts(whole, self.spec.model)
-        elif source is not None:
-            raise UserError(
-                f"source = {source}: {fields['model_type']} is saved without parts of another "
-                "folder. Leave it out."
-            )
+        parts = self._open_other_parts(source)
         table = self.spec.table
         if self.spec.config.has_frozen_weights:
             table, weights = merging.merge_state(weights, table=table, model=self.spec.model)
@@ -514,6 +602,27 @@ class Trainer:
         tokenizers.correct_file(pathlib.Path(directory))
         export_command.write_chat_template(self.model.config, pathlib.Path(directory))
 
+    def _open_other_parts(self, source: str | None) -> OtherParts | None:
+        """Other parts of a multimodal checkpoint, for families that are saved with them. Raises:
+        UserError: see `save`."""
+        fields = self.model.hf_config
+        if multimodal.are_exported(fields):
+            whole = self.model.model_folder
+            if source is not None:
+                whole = folder.find(source, field="source")
+            if whole is None:
+                raise UserError(
+                    f"source: {fields['model_type']} is saved with the other parts of a multimodal "
+                    "checkpoint. Name its folder."
+                )
+            return open_other_parts(whole, self.spec.model)
+        if source is not None:
+            raise UserError(
+                f"source = {source}: {fields['model_type']} is saved without parts of another "
+                "folder. Leave it out."
+            )
+        return None
+
     def _load_tokenizer(self) -> "transformers.PreTrainedTokenizerBase":
         """The model's tokenizer. Raises: UserError if there is none."""
         if self.model.tokenizer is not None:
@@ -542,37 +651,74 @@ class Trainer:
         weights: NumberLists | None,
     ) -> PackedDataset:
         """Checks documents and plans their rows. Args: name: of the data set."""
-        import datasets
-
-        vocab_size = self.spec.model.vocab_size
-
-        def is_id(values: np.ndarray) -> np.ndarray:
-            return (values >= 0) & (values < vocab_size) & (values == np.floor(values))
-
-        ids = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
-        tokens = _make_column("documents", documents, None, np.int32, is_id, ids)
+        numbers: dict[str, pa.LargeListArray] = {}
+        if self.spec.objective.needs:
+            if labels is not None:
+                raise UserError("labels: trajectories have a loss_mask of their own. Leave it out.")
+            documents, labels, numbers = _read_trajectories(documents)
+        tokens = self._make_id_column("documents", documents)
         lengths = tokens.value_lengths().to_pylist()
         columns = {"tokens": tokens}
         if labels is not None:
-            is_label = lambda values: is_id(values) | (values == NO_LABEL)
-            rule = f"{ids}, or {NO_LABEL}"
-            columns["labels"] = _make_column("labels", labels, lengths, np.int32, is_label, rule)
+            columns["labels"] = self._make_id_column("labels", labels, lengths)
         if weights is not None:
             is_weight = lambda values: np.isfinite(values) & (values >= 0)
             rule = "finite and at least 0"
             columns["weights"] = _make_column(
                 "weights", weights, lengths, np.float32, is_weight, rule
             )
-        columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
+        return self._pack_columns(
+            name,
+            columns | numbers,
+            long_documents=self.config.data.long_documents,
+            numbers=self.spec.objective.needs,
+            equal_numbers=self.spec.objective.needs_equal,
+        )
+
+    def _make_id_column(
+        self, name: str, lists: NumberLists, lengths: list[int] | None = None
+    ) -> pa.LargeListArray:
+        """Makes a column of token ids, or with `lengths` of labels: see `_make_column`."""
+        vocab_size = self.spec.model.vocab_size
+        rule = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
+        rule += "" if lengths is None else f", or {NO_LABEL}"
+
+        def is_valid(values: np.ndarray) -> np.ndarray:
+            is_id = (values >= 0) & (values < vocab_size) & (values == np.floor(values))
+            return is_id if lengths is None else is_id | (values == NO_LABEL)
+
+        return _make_column(name, lists, lengths, np.int32, is_valid, rule)
+
+    def _pack_columns(
+        self, name: str, columns: dict[str, pa.LargeListArray], **options: Any
+    ) -> PackedDataset:
+        """Plans the rows of tokenized documents. Args: options: of `Documents`."""
+        import datasets
+
+        places = [f"documents[{number}]" for number in range(len(columns["tokens"]))]
         with at("documents"):
             packed = Documents(
-                [datasets.Dataset(pa.table(columns))],
+                [datasets.Dataset(pa.table(columns | {"place": pa.array(places)}))],
                 source_names=["documents"],
                 row_tokens=self.spec.config.row_tokens,
-                long_documents=self.config.data.long_documents,
+                **options,
             )
         # Digests are for comparisons with checkpoints and other processes
         return dataset.pack_documents(name, packed, **self.spec.config.packing, digests=[""])
+
+
+def _read_trajectories(
+    records: Iterable[Any],
+) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, pa.LargeListArray]]:
+    """Token ids, labels and numbers of records of the format trajectories. Raises: UserError."""
+    source = Trajectories(source="memory")
+    entries = []
+    for number, record in enumerate(records):
+        with at(f"documents[{number}]"):
+            entries.append(source.convert(record))
+    column = lambda name: [entry[name] for entry in entries]
+    numbers = {name: make_lists(column(name)) for name in source.numbers if entries}
+    return column("input_ids"), column("labels"), numbers
 
 
 def plan(
@@ -640,7 +786,8 @@ def _load_config(config: ConfigFields, changes: Sequence[str]) -> Config:
     problems = ProblemCollector()
     for name, value in given.items():
         instead = _INSTEAD.get(name) or _INSTEAD.get(name.partition(".")[0])
-        if instead and value and value != "sft":
+        is_used = name == "objective.type" and value in _OWN_LOOP_OBJECTIVES
+        if instead and value and not is_used:
             text = f"{name} = {format_value(value)}"
             problems.append(f"{text}: has no effect without data.train. {instead}")
     problems.raise_if_any()
@@ -654,6 +801,9 @@ def _abort_job(
     sys.__excepthook__(kind, error, trace)
     distributed.abort_job(exit_codes.INTERNAL_ERROR)
 
+
+_OWN_LOOP_OBJECTIVES = [own.model_fields["type"].default for own in OBJECTIVES if not own.has_pairs]
+"""Objectives of own loops over batches."""
 
 _INSTEAD = {
     "run.epochs": "Set run.steps.",

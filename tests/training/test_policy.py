@@ -11,11 +11,10 @@ import pytest
 
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
-from jaxsp.core.errors import UserError
 from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.token_objective import LENGTH, TileTokens
 from jaxsp.training import step_gradients
-from tests import batches, messages, tolerances
+from tests import batches, tolerances
 from tests.training import runs, trajectories
 
 VOCABULARY = 23
@@ -102,3 +101,88 @@ def test_losses_gradients_and_metrics_are_those_of_trl(name):
     else:
         return
     assert 0 < high == pytest.approx(sums["clip_high"] / num_tokens)
+
+
+WEIGHTS = runs.draw_weights(runs.MODEL)
+
+
+def compute_logits(drawn):
+    return trajectories.compile_logits()[0](WEIGHTS, drawn.make_rows())
+
+
+@functools.cache
+def draw_for_model():
+    return trajectories.draw(vocab_size=runs.MODEL.vocab_size, logits_NLV=compute_logits)
+
+
+class Case(NamedTuple):
+    sizes: tuple[int, int, int]
+    loss: str
+    fields: dict[str, Any]
+    rows_per_microbatch: int = 1
+    strategy: Any = None
+
+
+RING_2 = combine(2, Ring(degree=2, chunks_per_device=2))
+RING_3 = combine(1, Ring(degree=3, chunks_per_device=2))
+
+MESHES = {
+    "one device": Case((1, 1, 1), "dr_grpo", {}),
+    "1x8": Case((1, 1, 8), "dapo", {"beta": 0.1, "temperature": 0.7}, 4),
+    "2x4": Case((1, 2, 4), "grpo", SEQUENCE | {"beta": 0.2, "temperature": 0.8}, 2),
+    "8x1": Case((1, 8, 1), "sapo", {"beta": 0.1}),
+    "ring of 3": Case((1, 1, 3), "vespo", {"temperature": 1.2}, 2, RING_3),
+    "Ulysses 2 x ring 2": Case((1, 2, 4), "luspo", SEQUENCE, 2, RING_2),
+    "replica 2": Case((2, 2, 2), "cispo", {"epsilon_high": 1.2}),
+}
+
+
+def make_spec(case):
+    """A step of 8 rows, of which not all have trajectories."""
+    spec = runs.make_spec({}, row_tokens=48, sizes=case.sizes)
+    config = spec.config.change(
+        objective=make_objective(case.loss, case.fields),
+        rows_per_step=8,
+        rows_per_microbatch=case.rows_per_microbatch,
+        max_segments=5,
+    )
+    choice = batches.attention_choice(seq=case.sizes[2], strategy=case.strategy)
+    return dataclasses.replace(spec, config=config, attention=choice)
+
+
+def only_batch(spec, drawn):
+    """All trajectories as one step."""
+    data = trajectories.pack(drawn, spec.objective, spec)
+    schedule = data.make_schedule(spec.config.rows_per_step, epochs=1)
+    assert len(schedule) == 1, schedule
+    ((batch, counts),) = data.make_loader(schedule, spec.placement).batches()
+    assert 1 < counts.num_rows < len(trajectories.LENGTHS)
+    return batch
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_step_is_that_of_trl_on_every_mesh(name, small_shards):
+    spec = make_spec(MESHES[name])
+    objective = spec.objective
+    drawn = draw_for_model()
+    if not objective.needs_equal:
+        drawn = trajectories.with_token_advantages(drawn)
+    batch = only_batch(spec, drawn)
+    master = runs.put_weights(spec.table, WEIGHTS, spec.mesh)
+    compute = jax.jit(functools.partial(step_gradients.compute_gradients, spec))
+    gradients, results = compute(master, batch)
+    loss, dlogits, metrics = trajectories.compute_in_trl(objective, drawn, compute_logits(drawn))
+    pull = trajectories.compile_logits()[1]
+    expected = batches.name_leaves(pull(WEIGHTS, drawn.make_rows(), jnp.float32(dlogits)))
+    leaves = batches.name_leaves(jax.tree.map(runs.remove_padding, spec.table, gradients))
+    assert batches.relative_error(results["loss"], loss) < tolerances.MESH
+    for leaf, right in expected.items():
+        assert batches.relative_error(leaves[leaf], right) < tolerances.MESH, leaf
+    assert batches.relative_error(results["entropy"], metrics["entropy"]) < tolerances.MESH
+    counts = {x: int(results[x]) for x in ("num_loss_tokens", "num_trajectories", "num_tokens")}
+    assert counts == {
+        "num_loss_tokens": drawn.has_loss_NL.sum(),
+        "num_trajectories": len(trajectories.LENGTHS),
+        "num_tokens": sum(trajectories.LENGTHS),
+    }
+    assert results["ratio_max"] >= results["ratio"] > 0

@@ -162,7 +162,9 @@ def compute_in_trl(
         args=types.SimpleNamespace(**dict(objective), steps_per_generation=1),
         **{name: getattr(objective, name) for name in names},
         epsilon_low=objective.epsilon,
-        epsilon_high=objective.epsilon if objective.epsilon_high is None else objective.epsilon_high,
+        epsilon_high=objective.epsilon
+        if objective.epsilon_high is None
+        else objective.epsilon_high,
         model=types.SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         accelerator=types.SimpleNamespace(
