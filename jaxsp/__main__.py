@@ -10,6 +10,7 @@ _COMMANDS = {
     "plan": "plans memory, time and traffic of a run, without a GPU",
     "eval": "computes loss and perplexity of a run or a model",
     "generate": "continues a text or answers a question with a run or a model",
+    "score": "writes a teacher's predictions for the data of a distillation",
     "export": "writes a run's weights as a Hugging Face folder",
     "report": "writes one HTML page about one run or several",
     "benchmark": "times steps of a config on this machine",

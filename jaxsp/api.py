@@ -35,10 +35,11 @@ from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.data.tokenization.tokenize import encode_examples
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
-from jaxsp.generation.generator import Generator, Sampling, check_head
+from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft, published
 from jaxsp.hf.multimodal import OtherParts
 from jaxsp.hf.weights import check_target, export_model, list_tensors, open_other_parts
+from jaxsp.objectives.distill import find_teacher
 from jaxsp.objectives.objective import Sft
 from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.registry import OBJECTIVES
@@ -453,7 +454,6 @@ class Trainer:
         Args: documents: token ids of each document, at least two and at most data.row_tokens.
         Returns: float32 arrays of the documents' lengths; the first token has 0.
         """
-        check_head(self.spec)
         objective = self.spec.objective
         temperature = objective.temperature if isinstance(objective, Policy) else 1.0
 
@@ -461,8 +461,10 @@ class Trainer:
             return -TileTokens(logits_XV=logits_TV / temperature, labels_X=labels_T).logps_X
 
         if self._scorer is None:
-            spec = self.spec.respec(objective=Sft())
-            self._scorer = Evaluator(dataclasses.replace(spec, loss=compute_losses), ())
+            self._scorer = self._evaluator.for_texts()
+            if self._scorer.spec.teacher is None:  # otherwise, it computes cross entropies
+                spec = dataclasses.replace(self._scorer.spec, loss=compute_losses)
+                self._scorer = Evaluator(spec, ())
         columns = {"tokens": self._make_id_column("documents", documents)}
         short = np.flatnonzero(columns["tokens"].value_lengths().to_numpy() < 2)
         if len(short):
@@ -488,7 +490,9 @@ class Trainer:
         """
         spec = self.spec
         table = spec.table
-        arrays = merging.make_layer_readers(self.state.master, table=table, mesh=spec.mesh)
+        arrays = merging.make_layer_readers(
+            spec.select_own(self.state.master), table=table, mesh=spec.mesh
+        )
         if spec.config.has_frozen_weights:
             table, arrays = merging.merge_state(arrays, table=table, model=spec.model)
         parts = self._open_other_parts(None)
@@ -555,7 +559,7 @@ class Trainer:
         Raises: UserError if the folder has files or cannot be written, with several processes, and
             for a source that is not used or has no other parts.
         """
-        weights = self._prepare_to_save(directory)
+        weights = self.spec.select_own(self._prepare_to_save(directory))
         model_folder = self.model.model_folder
         fields = self.model.hf_config
         parts = self._open_other_parts(source)
@@ -590,7 +594,7 @@ class Trainer:
         source = self.model.model_folder
         table = self.spec.table
         peft.save_adapter(
-            trainable.select_trained(table, weights),
+            trainable.select_trained(table, self.spec.select_own(weights)),
             table=trainable.select_trained(table, table),
             adapter=self.spec.config.adapter,
             model=self.spec.model,
@@ -749,7 +753,11 @@ def plan(
                 for number, each in enumerate(data[group])
             ]
     loaded = config_file.parse(fields, changes, unneeded=("run.directory", "data.train"))
-    sizes = published.read_sizes(loaded.model, row_tokens=loaded.data.row_tokens)
+    sizes = published.read_sizes(
+        loaded.model,
+        row_tokens=loaded.data.row_tokens,
+        teacher=find_teacher(loaded.objective),
+    )
     adapter = peft.resolve(loaded.adapter, sizes.model)
     cluster = absent.make_cluster(device, plan_command.count_devices(loaded, num_devices))
     step = loaded.model_copy(update={"adapter": adapter.config}).step

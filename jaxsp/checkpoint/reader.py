@@ -166,16 +166,23 @@ def restore(
 
 
 def check_base(checkpoint: pathlib.Path, found: dict[str, str]) -> None:
-    """Compares checksums of the frozen weights with a checkpoint's. Raises: UserError."""
+    """Compares checksums of the frozen weights with a checkpoint's, those of a teacher only if
+    there is one now. Raises: UserError."""
     written = read_meta(checkpoint).base
+    if not any(map(_is_of_teacher, found)):
+        written = {name: value for name, value in written.items() if not _is_of_teacher(name)}
     changed = [name for name in sorted({*found, *written}) if found.get(name) != written.get(name)]
     if changed:
         name = changed[0].partition("/")[2]
         differ = f"and {len(changed) - 1} more differ" if len(changed) > 1 else "differs"
         raise UserError(
             f"{checkpoint}: was trained on another base: {name} {differ}. Use the model, "
-            "model.compute_dtype, adapter and run.seed of that run."
+            "model.compute_dtype, adapter, objective and run.seed of that run."
         )
+
+
+def _is_of_teacher(name: str) -> bool:
+    return name.startswith("base/teacher/")
 
 
 def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:

@@ -66,6 +66,9 @@ class Batch:
     sum(weight * loss) / sum(weight) over all tokens with a label."""
     numbers_BL: dict[str, Leaf] | None = None
     """Numbers of each label that the objective needs, float32 by name; None without any."""
+    scores_BLK: Leaf | None = None
+    """Stored predictions of a teacher, int32: k ids, and the bits of the float32 log-probabilities
+    of these and of all other tokens together. None without a stored teacher."""
     documents_BM: Leaf | None = None
     """Number in the step of each segment's document, int32: documents 2p and 2p + 1 are pair p of
     `pairs`; -1 for unused slots. None: no pairs."""
@@ -96,6 +99,8 @@ def partition_specs(batch: Batch) -> Batch:
     specs: dict[str, Any] = dict(SPECS)
     if batch.weights_BL is not None:
         specs["weights_BL"] = PER_TOKEN
+    if batch.scores_BLK is not None:
+        specs["scores_BLK"] = PER_TOKEN
     if batch.numbers_BL is not None:
         specs["numbers_BL"] = dict.fromkeys(batch.numbers_BL, PER_TOKEN)
     if batch.pairs is not None:

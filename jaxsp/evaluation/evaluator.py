@@ -25,6 +25,7 @@ from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSum
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import PairObjective, Sft
 from jaxsp.objectives.pair_sums import PairSums
+from jaxsp.objectives.token_objective import TokenObjective
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
 from jaxsp.training.specs import StepSpec
@@ -64,7 +65,8 @@ class EvalFields(PositionFields, SettingFields):
     data_digest: str | None
     """Digest of its tokens, labels and cuts. null for documents in memory."""
     perplexity: float | None
-    """exp(loss). null if it is not finite."""
+    """exp(loss), or exp(cross_entropy) if the objective has another loss. null if it is not finite,
+    and for preferences."""
     num_documents: int
     """Number of documents."""
     long_ppl: float | None
@@ -112,9 +114,9 @@ class Evaluator:
         _ = self._compute_losses
 
     def for_texts(self) -> "Evaluator":
-        """Evaluator for texts: itself, unless its data are pairs. Raises: UserError for a reward
-        model."""
-        if not self.spec.objective.has_pairs:
+        """Evaluator for texts: itself, unless its data have more than texts. Raises: UserError for
+        a reward model."""
+        if isinstance(self.spec.objective, Sft) or self.spec.teacher is not None:
             return self
         if self.spec.model.has_scores:
             raise UserError(
@@ -154,11 +156,13 @@ class Evaluator:
         if self.spec.model.has_scores:  # a score predicts no token
             del sums["num_correct"]
         if is_sft:
-            sums["loss_sum"] = documents.losses_D.sum()
+            is_own = isinstance(self.spec.objective, TokenObjective)
+            sums["cross_entropy_sum" if is_own else "loss_sum"] = documents.losses_D.sum()
         else:
             sums |= _sum_pairs(self.spec, data.documents, documents)
         values = metric_table.compute_metrics(sums)
-        has_perplexity = is_sft and values["loss"] < 700
+        cross_entropy = values.get("cross_entropy", values["loss"])
+        has_perplexity = is_sft and cross_entropy < 700
         digest = identify_eval_set(data)["digest"] if all(data.digests) else None
         long_ppl_result = LongPPL(None, None)
         if has_long_ppl:
@@ -167,13 +171,13 @@ class Evaluator:
             if texts:
                 arrays = [text.tokens for text in texts], [text.labels for text in texts]
                 short_data = dataset.pack_arrays("short texts", *arrays, **self.spec.config.packing)
-                self._run_batches(short_data, master, on_batch, [short_losses.add])
+                self.for_texts()._run_batches(short_data, master, on_batch, [short_losses.add])
             long_ppl_result = long_ppl.compute(texts, all_losses, short_losses)
         fields = EvalFields(
             step=num_steps,
             data=data.name,
             data_digest=digest,
-            perplexity=math.exp(values["loss"]) if has_perplexity else None,
+            perplexity=math.exp(cross_entropy) if has_perplexity else None,
             num_documents=len(data.documents.lengths),
             seconds=time.perf_counter() - began,
             **long_ppl_result._asdict(),
@@ -220,8 +224,8 @@ class Evaluator:
             tokens = token_losses.find_tokens(losses, counts, placement.layout)
             for take in takers:
                 take(tokens)
-            for name, value in losses.sums.items():
-                sums[name] = sums.get(name, 0) + _widen(value)
+            batch_sums = {name: _widen(value) for name, value in losses.sums.items()}
+            sums.update(metric_table.add(batch_sums, sums) if sums else batch_sums)
             on_batch()
 
         running: tuple[BatchLosses, StepCounts] | None = None

@@ -37,14 +37,9 @@ _find_places = functools.lru_cache(maxsize=2)(Layout.place_of_token)
 
 def find_tokens(losses: BatchLosses, counts: StepCounts, layout: Layout) -> TokenLosses:
     """The loss tokens of a batch, by document and position. Args: losses: arrays of the host."""
-    rows = counts.rows
-    slot_of_row = np.argsort(counts.places.ravel())
-    slot_T, place_T = _expand(slot_of_row[rows.row_of_segment], rows.starts, rows.length)
-    row_tokens = losses.losses_BL.shape[-1]
-    if not layout.keeps_order:
-        place_T = _find_places(layout, row_tokens)[place_T]
-    index_T = slot_T * row_tokens + place_T
-    document_T, position_T = _expand(rows.document, rows.offset, rows.length)
+    index_T, document_T, position_T = find_places(
+        counts, layout, row_tokens=losses.losses_BL.shape[-1]
+    )
     outcomes_T = np.asarray(losses.outcomes_BL).ravel()[index_T]
     has_label_T = outcomes_T >= 0
     return TokenLosses(
@@ -53,6 +48,19 @@ def find_tokens(losses: BatchLosses, counts: StepCounts, layout: Layout) -> Toke
         losses_T=np.asarray(losses.losses_BL).ravel()[index_T][has_label_T].astype(np.float64),
         is_correct_T=outcomes_T[has_label_T] > 0,
     )
+
+
+def find_places(
+    counts: StepCounts, layout: Layout, *, row_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Index among all places of a batch, document and position of each token of a segment."""
+    rows = counts.rows
+    slot_of_row = np.argsort(counts.places.ravel())
+    slot_T, place_T = _expand(slot_of_row[rows.row_of_segment], rows.starts, rows.length)
+    if not layout.keeps_order:
+        place_T = _find_places(layout, row_tokens)[place_T]
+    index_T = slot_T * row_tokens + place_T
+    return index_T, *_expand(rows.document, rows.offset, rows.length)
 
 
 def _expand(

@@ -106,6 +106,7 @@ class Generator:
         self.check(prompts, max_new_tokens)
         spec = self.spec
         gather = spec.gather
+        master = spec.select_own(master)
         if self._has_whole_weights:
             gather = gather.for_whole()
             weights = spec.gather.gather_once(spec.table, master, spec.mesh)

@@ -65,9 +65,13 @@ class ModelSizes:
         return ["model.source=null", f"model.config={json.dumps(self.published.fields)}"]
 
 
-def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> ModelSizes:
+def read_sizes(
+    model: ModelSourceConfig, *, row_tokens: int | None = None, teacher: str | None = None
+) -> ModelSizes:
     """Reads the sizes of a config's model: published ones only if the hub does not give them.
 
+    Args: teacher: folder or hub name of the objective's teacher, whose sizes are the model's
+        `teacher`.
     Raises: UserError if there is no such folder or model, or nothing about it is known.
     """
     name = str(model.source)
@@ -89,4 +93,14 @@ def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> Mo
             fields = model_config.resolve_fields(published.fields, model)
     with at(where):
         sizes = model_config.parse_model_config(fields, row_tokens=row_tokens)
+    if teacher is not None:
+        try:
+            read = read_sizes(ModelSourceConfig(source=teacher), row_tokens=row_tokens)
+        except UserError as error:
+            raise UserError(
+                problem.replace("model.source", "objective.teacher", 1)
+                for problem in error.problems
+            ) from None
+        sizes = dataclasses.replace(sizes, teacher=read.model)
+        note = "\n".join(filter(None, (note, read.note)))
     return ModelSizes(model=sizes, fields=fields, published=published, note=note)

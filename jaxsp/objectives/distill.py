@@ -12,12 +12,13 @@ Source: GKD, arXiv:2306.13649, equation 1.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 import pydantic
 
 from jaxsp.config import fields
 from jaxsp.config.fields import HERE, NonNegativeFloat, PositiveFloat, with_examples
+from jaxsp.objectives.objective import Objective
 from jaxsp.objectives.token_objective import TileTokens, TokenObjective
 
 
@@ -32,6 +33,12 @@ class Distill(TokenObjective):
     teacher: Annotated[str | None, with_examples("Qwen/Qwen3-32B", min_length=1)] = None
     """Folder or hub name of the teacher, with the same token ids as the model. null: the model
     without its adapter, for adapter.type lora and dora."""
+    scores: Annotated[str | None, with_examples("scores/qwen3-32b", min_length=1)] = None
+    """Folder of the teacher's predictions for the data, which `jaxsp score` writes; training then
+    reads them instead of running the teacher. null: the teacher runs in every step."""
+    top_k: Annotated[int, with_examples(64, ge=1, le=256)] = 64
+    """Number of the likeliest tokens whose probabilities are in `scores`. All other tokens together
+    are one class of the divergence."""
     teacher_quantization: Literal["none", "int8", "nf4"] = "none"
     """Format of the teacher's weights: as adapter.quantization."""
     teacher_linear_dtype: Literal["float8"] | None = None
@@ -47,7 +54,7 @@ class Distill(TokenObjective):
     sft_weight: Annotated[NonNegativeFloat, with_examples(0.5)] = 0.0
     """Factor of the cross entropy of the labels, which is added to the divergence."""
 
-    _expand_home = pydantic.field_validator("teacher")(fields.expand_home)
+    _expand_home = pydantic.field_validator("teacher", "scores")(fields.expand_home)
 
     def find_problems(self) -> Iterator[str]:
         if self.divergence != "jsd" and self.beta != 0.5:
@@ -55,8 +62,13 @@ class Distill(TokenObjective):
                 f"{self.show('beta')}: has no effect with {HERE}.divergence = {self.divergence}. "
                 f"Set {HERE}.divergence=jsd, or leave it out."
             )
+        if self.scores is None and self.top_k != 64:
+            yield (
+                f"{self.show('top_k')}: has no effect without {HERE}.scores: the whole vocabulary "
+                f"is used. Set {HERE}.scores, or leave it out."
+            )
         if self.teacher is None:
-            for name in ("teacher_quantization", "teacher_linear_dtype"):
+            for name in ("teacher_quantization", "teacher_linear_dtype", "scores"):
                 if getattr(self, name) not in ("none", None):
                     yield (
                         f"{self.show(name)}: has no effect without {HERE}.teacher: the model "
@@ -64,16 +76,9 @@ class Distill(TokenObjective):
                     )
 
     def losses(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
-        import jax
         import jax.numpy as jnp
 
-        teacher_logits_XV = tokens.teacher_logits_XV
-        assert teacher_logits_XV is not None, "the step runs the teacher"
-        size = min(tokens.logits_XV.shape[1], teacher_logits_XV.shape[1])
-        student_XV, teacher_XV = (
-            jax.nn.log_softmax(logits_XV[:, :size] / self.temperature)
-            for logits_XV in (tokens.logits_XV, teacher_logits_XV)
-        )
+        student_XV, teacher_XV = self._find_predictions(tokens)
         if self.divergence == "forward_kl":
             divergences_X = _kl(teacher_XV, student_XV)
         elif self.divergence == "reverse_kl":
@@ -86,11 +91,55 @@ class Distill(TokenObjective):
         losses_X = divergences_X
         if self.sft_weight:
             losses_X = losses_X - self.sft_weight * tokens.logps_X
-        is_same_X = student_XV.argmax(-1) == teacher_XV.argmax(-1)
+        if "teacher_ids" in tokens.numbers:  # the last class has all others
+            is_same_X = tokens.logits_XV.argmax(-1) == tokens.numbers["teacher_ids"][:, 0]
+        else:
+            is_same_X = student_XV.argmax(-1) == teacher_XV.argmax(-1)
         return losses_X, {
             "divergence": divergences_X,
-            "num_agreed": is_same_X.astype(jnp.float32),
+            "teacher_agreement": is_same_X.astype(jnp.float32),
         }
+
+    def _find_predictions(self, tokens: TileTokens) -> tuple[Any, Any]:
+        """Log-probabilities of the student and the teacher for the same classes: tokens, or stored
+        ones and the rest."""
+        import jax
+        import jax.numpy as jnp
+
+        logits_XV = tokens.logits_XV / self.temperature
+        if "teacher_ids" in tokens.numbers:
+            ids_XK = tokens.numbers["teacher_ids"]
+            chosen_XK = jnp.take_along_axis(logits_XV, ids_XK, axis=-1)
+            rest_X1 = sum_others(logits_XV, ids_XK)[:, None]
+            log_sum_X1 = jax.nn.logsumexp(logits_XV, axis=-1, keepdims=True)
+            own_XK = jnp.concatenate([chosen_XK, rest_X1], axis=-1) - log_sum_X1
+            return own_XK, tokens.numbers["teacher_logps"]
+        teacher_logits_XV = tokens.teacher_logits_XV
+        assert teacher_logits_XV is not None, "the step runs the teacher"
+        size = min(logits_XV.shape[1], teacher_logits_XV.shape[1])
+        own_XV = jax.nn.log_softmax(logits_XV[:, :size])
+        return own_XV, jax.nn.log_softmax(teacher_logits_XV[:, :size] / self.temperature)
+
+
+def sum_others(logits_XV: Any, ids_XK: Any) -> Any:
+    """Log-sum-exp of the logits of all tokens except those of `ids_XK`, float32[X]."""
+    import jax
+    import jax.numpy as jnp
+
+    rows_X1 = jnp.arange(len(ids_XK))[:, None]
+    lowest = jnp.finfo(jnp.float32).min  # -inf would make gradients NaN
+    return jax.nn.logsumexp(logits_XV.at[rows_X1, ids_XK].set(lowest), axis=-1)
+
+
+def find_teacher(objective: Objective) -> str | None:
+    """Folder or hub name of the teacher that runs in a step; None without one that is another
+    model."""
+    return objective.teacher if has_teacher(objective) else None
+
+
+def has_teacher(objective: Objective) -> TypeGuard[Distill]:
+    """True if a teacher runs in a step."""
+    return isinstance(objective, Distill) and objective.scores is None
 
 
 def _kl(logps_XV: Any, other_XV: Any) -> Any:

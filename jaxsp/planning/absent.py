@@ -204,7 +204,7 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
         return jax.tree.map(lambda _: on_host, weight), is_state_on_host
 
     weights, moments = optimizer.map_weights_and_state(
-        spec.table, is_param_on_host, state.master, state.opt_state
+        spec.state_table, is_param_on_host, state.master, state.opt_state
     )
     # The arguments after these are the step and the arrays of the batch that the objective uses
     on_host = jax.tree.leaves((weights, moments))

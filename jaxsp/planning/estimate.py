@@ -47,7 +47,7 @@ def find_phases(spec: StepSpec) -> dict[str, int]:
         embedding += 4 * model.vocab_size * model.hidden_size
     if model.has_embedding_norm:  # its input is kept
         embedding += _stream_bytes(spec)
-    return {
+    phases = {
         "the backward pass of an MLP": in_layer
         + max(_feed_forward_bytes(spec, kind) for kind in model.kinds),
         "the backward pass of attention": in_layer
@@ -55,6 +55,10 @@ def find_phases(spec: StepSpec) -> dict[str, int]:
         "the loss": saved + loss_gradients + _loss_bytes(spec),
         "the gradient of the embedding": gradients + embedding,
     }
+    if (teacher := spec.teacher) is not None:
+        layer = max(_feed_forward_bytes(teacher, kind) for kind in teacher.model.kinds)
+        phases["the teacher's forward pass"] = loss_gradients + layer
+    return phases
 
 
 # Arrays that are live during most of a step
@@ -75,7 +79,7 @@ class ResidentBytes(NamedTuple):
 def resident_bytes(spec: StepSpec) -> ResidentBytes:
     """Arrays that a device holds during most of a step."""
     weights = moments = gradients = 0
-    for param in jax.tree.leaves(spec.table):
+    for param in jax.tree.leaves(spec.state_table):
         weight, state = _held_bytes(spec, param)
         weights += weight
         moments += state
@@ -88,6 +92,8 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
             if is_stacked_on_host and spec.has_offloaded_state:
                 weights += spec.dtype.itemsize * size
     activations = _stream_bytes(spec) if spec.model.has_embedding_norm else 0
+    if spec.teacher is not None:  # its hidden states
+        activations += _stream_bytes(spec.teacher)
     for segment in spec.model.segments:
         for periods, policy in spec.remat_policy.divide(segment, spec.model.num_layers):
             saved = (_saved_bytes(spec, kind, policy) for kind in segment.period)
@@ -192,6 +198,9 @@ def _loss_bytes(spec: StepSpec) -> int:
     logits = 6 * tile * model.num_logits + head_gradient
     if tile == tokens:
         logits = max(6 * tile * model.num_logits, 2 * tile * model.num_logits + head_gradient)
+    if (teacher := spec.teacher) is not None:
+        head += teacher.model.num_logits * teacher.model.hidden_size
+        logits += 6 * tile * teacher.model.num_logits
     return spec.dtype.itemsize * head + logits + 2 * _stream_bytes(spec)
 
 

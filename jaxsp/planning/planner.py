@@ -11,7 +11,7 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
-from jaxsp.model import decoder, flops
+from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import (
     absent,
@@ -240,7 +240,7 @@ def plan_step(
         node_devices=node_devices,
         segment_lengths=segment_lengths,
     )
-    model_flops = flops.step_flops(spec.model, segment_lengths, spec.table) / spec.mesh.size
+    model_flops = spec.count_flops(segment_lengths) / spec.mesh.size
     plan = Plan(
         device_type=cluster.device_type,
         num_devices=cluster.num_devices,

@@ -35,6 +35,7 @@ from jaxsp.model import flops
 from jaxsp.planning import hlo
 from jaxsp.planning.gpus import Ceilings
 from jaxsp.planning.hlo import Collective, Instruction, Program
+from jaxsp.training.microbatch import TEACHER_SCOPE
 from jaxsp.training.specs import StepSpec
 
 MATMULS = "matrix products"
@@ -61,6 +62,9 @@ H100s limited to 500 W, with another kernel, took 1.45 times (scripts/bench/LOG.
 
 _IN_DELTA_NET = re.compile(rf"\b{delta_net.SCOPE}\)*/")
 """Part of the names of a delta net's operations, also of those that JAX derives from them."""
+
+_IN_TEACHER = re.compile(rf"\b{TEACHER_SCOPE}\)*/")
+"""The same of a teacher's operations."""
 
 _TERA = 1e12
 _GIGA = 1e9
@@ -155,14 +159,22 @@ def estimate_step(
         operations[0] *= 2 + spec.remat_policy.num_extra_passes(spec.model.num_layers)
     if spec.scores_pairs_first:
         operations[0] += forward_flops
+    operations.append(0.0)
+    if spec.teacher is not None:
+        of_teacher = flops.attention_flops(spec.teacher.model, segment_lengths)
+        operations[2] = of_teacher / spec.mesh.size
     attention_s: dict[int, float] = {}
     runs = hlo.count_runs(compiled, lambda line: line.calls(prefix), include_branches=True)
-    rates = (ceilings.attention_forward_tflops, ceilings.attention_backward_tflops)
-    for is_backward, num_operations, rate in zip((False, True), operations, rates, strict=True):
+    forward_rate, backward_rate = (
+        ceilings.attention_forward_tflops,
+        ceilings.attention_backward_tflops,
+    )
+    passes = zip(operations, (forward_rate, backward_rate, forward_rate), strict=True)
+    for number, (num_operations, rate) in enumerate(passes):
         calls = {
             line.line_number: num_runs
             for line, num_runs in runs
-            if ("Backward" in line.attributes) == is_backward
+            if _find_pass(line.attributes) == number
         }
         if calls:  # they take equal times
             call_s = num_operations / (rate * _TERA) / sum(calls.values())
@@ -197,6 +209,11 @@ def estimate_step(
         step_s=timeline.seconds,
         transfer_seconds=transfer_seconds,
     )
+
+
+def _find_pass(attributes: str) -> int:
+    """Pass of a call of attention's kernel: 0 forward, 1 backward, 2 of a teacher."""
+    return 2 if _IN_TEACHER.search(attributes) else int("Backward" in attributes)
 
 
 # Schedule

@@ -100,7 +100,7 @@ def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
         BannerEntry("evaluation", _describe_evaluation(run)),
         BannerEntry("devices", devices),
         BannerEntry("mesh", mesh + auto.get("mesh.seq", "")),
-        BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
+        BannerEntry("weights", sharding.describe(spec.state_table, num_shards), short=""),
         BannerEntry("attention", attention, attention_short),
         BannerEntry("memory", descriptions.describe(spec), short=""),
         # to all if the config has some

@@ -16,9 +16,18 @@ from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import token_ids
 from jaxsp.model import decoder
+from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import candidates, memory_problems
-from jaxsp.run import data_sets, initial_weights, model_files, resume, selfcheck, stop_tokens
+from jaxsp.run import (
+    data_sets,
+    initial_weights,
+    model_files,
+    resume,
+    selfcheck,
+    stop_tokens,
+    teacher_scores,
+)
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel, Run, StartPoint
 from jaxsp.system import device_mesh
@@ -130,6 +139,7 @@ def prepare_model(
         tokenizer = model_files.load_checked_tokenizer(
             config, source, model, model_dir, has_text=opened.have_text
         )
+        model_files.check_teacher_tokens(config, tokenizer)
     spec = _resolve_step(config.step, model, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
@@ -141,10 +151,13 @@ def prepare_model(
         mesh={"seq": spec.config.mesh.seq},
         batch={"rows_per_microbatch": spec.config.rows_per_microbatch},
     ).model_copy(update={"adapter": adapter.config})
-    vocab_size = spec.model.vocab_size
+    models = filter(None, (spec.model, spec.model.teacher))
+    vocab_size = min(model.vocab_size for model in models)
     train, evals = data_sets.make_data_sets(
         opened, config, tokenizer, vocab_size=vocab_size, for_training=for_training
     )
+    if isinstance(config.objective, Distill) and config.objective.scores is not None:
+        teacher_scores.attach(config.objective, [*filter(None, (train,)), *evals])
     rows_per_step = config.batch.rows_per_step
     num_split_pairs = 0 if train is None else train.num_split_pairs
     if num_split_pairs and rows_per_step % 2:

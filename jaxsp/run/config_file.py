@@ -138,7 +138,7 @@ def _check_sections(
         )
     if eval.long_ppl and not data.eval_names:
         yield f"eval.long_ppl = true: needs an eval set. {_EVAL_SUGGESTION}"
-    if eval.long_ppl and not isinstance(objective, Sft):
+    if eval.long_ppl and objective.has_pairs:
         yield (
             "eval.long_ppl = true: is the perplexity of texts, and objective.type = "
             f"{objective.type} compares answers. Use eval.long_ppl=false."
@@ -188,13 +188,13 @@ def _check_training(
         )
     if patience is None:
         return
-    without = {
-        "reward_accuracy": ("sft", "kto"),
-        "reward_margin": ("sft",),
-        "token_accuracy": ("reward",),
+    is_missing = {
+        "reward_accuracy": objective.format != "preference",
+        "reward_margin": not objective.has_pairs,
+        "token_accuracy": objective.type == "reward",
     }
     metric = run.early_stopping_metric
-    if objective.type in without.get(metric, ()):
+    if is_missing.get(metric):
         yield (
             f"run.early_stopping_metric = {metric}: objective.type = {objective.type} does not "
             "have it. Use run.early_stopping_metric=loss."

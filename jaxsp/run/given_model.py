@@ -117,13 +117,13 @@ class GivenModel:
         trained = dataclasses.replace(spec, config=spec.config.change(compute_dtype=dtype))
         opened = initial_weights.open_sources(trained, resolved.model_folder, None)
         frozen = opened.make(frozen_only=True)
-        table = trainable.select_frozen(trained.table, trained.table)
+        table = trainable.select_frozen(trained.state_table, trained.state_table)
         reader.check_base(self.checkpoint, checksums.compute_frozen(table, frozen))
         if trained.dtype != spec.dtype:  # the base was checked as training rounded it
             del frozen  # a device may not hold both
             frozen = dataclasses.replace(opened, spec=spec).make(frozen_only=True)
         like = train_state.abstract_weights(spec)
-        return reader.restore_weights(self.checkpoint, like, table=spec.table, frozen=frozen)
+        return reader.restore_weights(self.checkpoint, like, table=spec.state_table, frozen=frozen)
 
 
 def find(name: str) -> GivenModel:

@@ -5,10 +5,11 @@ from typing import Any
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.hf import peft, weights
+from jaxsp.hf import folder, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder
+from jaxsp.objectives.distill import find_teacher
 from jaxsp.training import trainable, weight_init
 from jaxsp.training.specs import StepSpec
 
@@ -22,6 +23,8 @@ class InitialWeights:
     """Weights of model.source; None: random ones."""
     adapter_reader: WeightReader | None
     """Weights of adapter.source; None: new adapters."""
+    teacher: "InitialWeights | None" = None
+    """Weights of the objective's teacher, if it is another model."""
 
     def make(self, *, frozen_only: bool = False) -> layers.Weights:
         """All weights on the step's mesh, or those of `trainable.select_frozen`."""
@@ -39,6 +42,8 @@ class InitialWeights:
             else:
                 loaded = weight_init.load_weights(part, read_slice=reader.read, **place)
             made = trainable.merge(made, loaded)
+        if self.teacher is not None:
+            made["teacher"] = self.teacher.make()
         if self.adapter_reader is None:
             made = weight_init.init_magnitudes(table, made, mesh=spec.mesh)
         return made
@@ -70,4 +75,9 @@ def open_sources(
     adapter_reader = None
     if adapter_source is not None:
         adapter_reader = peft.open_weights(adapter_source, spec.table)
-    return InitialWeights(spec=spec, reader=reader, adapter_reader=adapter_reader)
+    teacher = None
+    if (name := find_teacher(spec.objective)) is not None:
+        assert spec.teacher is not None, "a step has its objective's teacher"
+        source = folder.find(name, field="objective.teacher")
+        teacher = open_sources(spec.teacher, source, None)
+    return InitialWeights(spec=spec, reader=reader, adapter_reader=adapter_reader, teacher=teacher)

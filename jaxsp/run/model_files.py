@@ -1,5 +1,6 @@
 """Files of a config's model: config.json, tokenizer and weights."""
 
+import dataclasses
 import pathlib
 from typing import TYPE_CHECKING, Any
 
@@ -8,8 +9,10 @@ from jaxsp.core.errors import UserError, at
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
+from jaxsp.objectives.distill import find_teacher
 from jaxsp.run.config_file import Config
 
 if TYPE_CHECKING:
@@ -48,7 +51,56 @@ def read_model(
     model = model_config.add_router_losses(model, config.model)
     if source is not None and not source.is_on_hub:
         weights.open_folder(source, decoder.param_table(model))
+    if (teacher := find_teacher(config.objective)) is not None:
+        model = dataclasses.replace(model, teacher=_read_teacher(config, teacher))
     return source, hf_config, peft.resolve(config.adapter, model)
+
+
+def _read_teacher(config: Config, name: str) -> ModelConfig:
+    """Reads the config.json of the objective's teacher, and checks that it has the model's tokens.
+
+    Raises: UserError for another tokenizer.
+    """
+    source = folder.find(name, field="objective.teacher")
+    with at("objective.teacher", name):
+        fields = model_config.resolve_fields(source.config_fields, ModelSourceConfig(source=name))
+        if model_config.is_reward_model(fields):
+            raise UserError("is a reward model, which predicts no tokens. Name a language model.")
+        teacher = model_config.parse_model_config(fields, row_tokens=config.data.row_tokens)
+        if not source.is_on_hub:
+            weights.open_folder(source, decoder.param_table(teacher))
+    return teacher
+
+
+def check_teacher_tokens(
+    config: Config, tokenizer: "transformers.PreTrainedTokenizerBase | None"
+) -> None:
+    """Checks that the objective's teacher has the same token ids, if both have a tokenizer.
+
+    Raises: UserError naming the first id that differs.
+    """
+    teacher = find_teacher(config.objective)
+    if teacher is None or tokenizer is None:
+        return
+    source = folder.find(teacher, field="objective.teacher")
+    if not any(
+        (source.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    ):
+        return
+    own = {number: token for token, number in tokenizer.get_vocab().items()}
+    with at("objective.teacher", teacher), at("its tokenizer"):
+        theirs = {x: token for token, x in tokenizers.load(str(source.path)).get_vocab().items()}
+        changed = [
+            number
+            for number in sorted(own.keys() | theirs.keys())
+            if own.get(number) != theirs.get(number)
+        ]
+        if changed:
+            shown = [repr(ids.get(changed[0])) for ids in (own, theirs)]
+            raise UserError(
+                f"differs from the model's: token {changed[0]} is {shown[1]}, and {shown[0]} in "
+                "the model's. Use a teacher with the same token ids."
+            )
 
 
 def load_checked_tokenizer(

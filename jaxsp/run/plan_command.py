@@ -14,6 +14,7 @@ from jaxsp.config import yaml_io
 from jaxsp.core import durations
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import context_range, folder, peft, published
+from jaxsp.objectives.distill import find_teacher
 from jaxsp.planning import absent, longest, meshes, planner, report
 from jaxsp.planning.absent import Cluster
 from jaxsp.planning.planner import Plan
@@ -40,7 +41,8 @@ def plan(
     """
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
     row_tokens = config.data.row_tokens
-    sizes = published.read_sizes(config.model, row_tokens=row_tokens)
+    teacher = find_teacher(config.objective)
+    sizes = published.read_sizes(config.model, row_tokens=row_tokens, teacher=teacher)
     adapter = peft.resolve(config.adapter, sizes.model)
     model = adapter.model
     config = config.model_copy(update={"adapter": adapter.config})

@@ -87,7 +87,7 @@ def report_checks(run: Run, console: rich.console.Console) -> Run:
         run = dataclasses.replace(run, config=config, spec=run.spec.respec(**fields))
         lines += selfcheck.check_device(run.spec)[0]
     if jax.process_index() == 0:
-        items = reader.list_items(train_state.abstract_inputs(run.spec)[0], run.spec.table)
+        items = reader.list_items(train_state.abstract_inputs(run.spec)[0], run.spec.state_table)
         every = run.config.run.save_every
         num_steps = len(run.schedule)
         num_checkpoints = num_steps // (every if isinstance(every, int) else 1) + 1

@@ -350,7 +350,7 @@ def _list_model_differences(
     saved = _without_training_choices(saved)
     model = _without_training_choices(model)
     pairs = {name: (value, getattr(saved, name)) for name, value in vars(model).items()}
-    del pairs["layers"], pairs["lora"]
+    del pairs["layers"], pairs["lora"], pairs["teacher"]
     pairs |= _pair_layers(model.layers, saved.layers)
     return lines + [
         f"model: {name} = {value}: is {saved_value} in the model of {path}."
@@ -360,12 +360,13 @@ def _list_model_differences(
 
 
 def _without_training_choices(model: ModelConfig) -> ModelConfig:
-    """The model without what may change from step to step: dtype of products, kernel of experts,
-    losses of routers."""
+    """The model without what may change from step to step: dtype of products, kernels, losses of
+    routers."""
     experts = model.experts and dataclasses.replace(
         model.experts, kernel="xla", aux_loss_coef=0.0, z_loss_coef=0.0
     )
-    return dataclasses.replace(model, linear_dtype=None, experts=experts)
+    delta_net = model.delta_net and dataclasses.replace(model.delta_net, kernel="xla")
+    return dataclasses.replace(model, linear_dtype=None, experts=experts, delta_net=delta_net)
 
 
 def _pair_layers(

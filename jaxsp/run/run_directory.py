@@ -70,7 +70,7 @@ class RunDirectory:
             self.writer = enter(
                 CheckpointWriter(
                     directory / run_paths.CHECKPOINTS_DIR,
-                    table=run.spec.table,
+                    table=run.spec.state_table,
                     config=config.checkpoint,
                     status=status,
                     # Before a checkpoint is written, metrics.jsonl must have the lines of its steps

@@ -176,7 +176,7 @@ class StepLog:
         return self._count_flops(counts) / rate
 
     def _count_flops(self, counts: StepCounts) -> float:
-        return flops.step_flops(self._run.spec.model, counts.segment_lengths, self._run.spec.table)
+        return self._run.spec.count_flops(counts.segment_lengths)
 
     def _build_line(
         self, counts: StepCounts, results: StepResults, *, step_s: float, data_wait_s: float

@@ -135,16 +135,16 @@ def make_state(
     if checkpoint is None:
         state = train_state.init_state(spec, run.weights.make())
         prepare_references(lambda: state.master)
-        return state, checksums.compute_frozen(spec.table, state.master)
+        return state, checksums.compute_frozen(spec.state_table, state.master)
     prepare_references(None)
     state = reader.restore(
         checkpoint,
         train_state.abstract_inputs(spec)[0],
-        table=spec.table,
+        table=spec.state_table,
         num_steps=run.start.step,
         frozen=run.weights.make(frozen_only=True),
     )
-    base_checksums = checksums.compute_frozen(spec.table, state.master)
+    base_checksums = checksums.compute_frozen(spec.state_table, state.master)
     reader.check_base(checkpoint, base_checksums)
     return state, base_checksums
 

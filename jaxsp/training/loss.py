@@ -14,6 +14,7 @@ from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.model import tiling
+from jaxsp.objectives import distill
 from jaxsp.objectives.token_objective import TileTokens
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Sums
@@ -263,6 +264,29 @@ def compute_numbers(
     )
     join = functools.partial(tiling.join_tiles, tile_ndim=1, lead=tokens.labels_X.shape)
     return jax.tree.map(join, numbers_TX)
+
+
+def compute_top_k(
+    tokens: Tile, head: Head, *, top_k: int, temperature: float, vocab_size: int
+) -> tuple[Int32[Array, "B l K"], Float32[Array, "B l K1"]]:
+    """The likeliest next tokens after each of this device's tokens, the first first; and their
+    log-probabilities and that of all others together, of the softmax of logits / temperature.
+
+    Args: vocab_size: number of ids that the softmax is over.
+    """
+    heads = head.gather_weights(head.shard)
+
+    def compute(tile: Tile) -> tuple[Array, Array]:
+        logits_XV = head.compute_logits(heads[0], tile.hidden_XD)[0][:, :vocab_size] / temperature
+        chosen_XK, ids_XK = jax.lax.top_k(logits_XV, top_k)
+        log_sum_X = jax.nn.logsumexp(logits_XV, axis=-1)
+        rest_X = distill.sum_others(logits_XV, ids_XK)
+        logps_XK = jnp.concatenate([chosen_XK, rest_X[:, None]], axis=-1) - log_sum_X[:, None]
+        return ids_XK, logps_XK
+
+    ids_TXK, logps_TXK = jax.lax.map(compute, tokens.split(head.tile))
+    join = functools.partial(tiling.join_tiles, tile_ndim=1, lead=tokens.labels_X.shape)
+    return join(ids_TXK), join(logps_TXK)
 
 
 def _sum_tile(losses: _TileLosses, tile: Tile) -> Sums:

@@ -93,6 +93,17 @@ METRICS = {
         lambda sums: divide(sums["cross_entropy_sum"], sums["num_loss_tokens"]),
         needs="cross_entropy_sum",
     ),
+    "divergence": Metric(
+        "Mean divergence from the teacher's predictions, without the term of sft_weight. Of the "
+        "objective distill, like teacher_agreement.",
+        lambda sums: divide(sums["divergence_sum"], sums["num_loss_tokens"]),
+        needs="divergence_sum",
+    ),
+    "teacher_agreement": Metric(
+        "Fraction of loss tokens for which model and teacher have the same top-1 prediction.",
+        lambda sums: divide(sums["teacher_agreement_sum"], sums["num_loss_tokens"]),
+        needs="teacher_agreement_sum",
+    ),
     "num_rows": Metric(
         "Number of rows with at least one segment.", operator.itemgetter("num_rows")
     ),
@@ -240,7 +251,9 @@ MAXIMUM = "_max"
 def add(sums: Sums, others: Sums) -> Sums:
     """Adds sums over two parts; takes the larger of two maxima."""
     return {
-        name: jax.tree.map(jnp.maximum if name.endswith(MAXIMUM) else jnp.add, value, others[name])
+        name: jax.tree.map(
+            np.maximum if name.endswith(MAXIMUM) else operator.add, value, others[name]
+        )
         for name, value in sums.items()
     }
 

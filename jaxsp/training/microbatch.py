@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxsp.blocks import dropout, layers
 from jaxsp.blocks.dropout import Keys
@@ -24,6 +24,9 @@ from jaxsp.training.specs import StepSpec
 
 WEIGHTED_SUM = "weighted_loss_sum"
 """Sum of token losses with the weights of an objective, whose own loss is `loss_sum`."""
+
+TEACHER_SCOPE = "teacher"
+"""Scope name, in the compiled program, of the layers of an objective's teacher."""
 
 Weigh = Callable[[Batch, Callable[[], Array]], tuple[Array, Sums]]
 """Function of a microbatch, and of a function that computes its token losses. It returns a weight
@@ -111,6 +114,23 @@ def compute_token_losses(
     return losses_Bl, is_correct_Bl, sums | statistics
 
 
+def compute_top_k(
+    spec: StepSpec,
+    values: layers.Weights,
+    batch: Batch,
+    *,
+    top_k: int,
+    temperature: float,
+    vocab_size: int,
+) -> tuple[Int32[Array, "B l K"], Float32[Array, "B l K1"]]:
+    """Predictions of this device's tokens in a microbatch: see `loss.compute_top_k`."""
+    holders = spec.gather.make_grad_holders(spec.table, values)
+    tokens, head, _ = _run_model(spec, values, holders, batch, None)
+    return loss.compute_top_k(
+        tokens, head, top_k=top_k, temperature=temperature, vocab_size=vocab_size
+    )
+
+
 def _run_model(
     spec: StepSpec,
     values: layers.Weights,
@@ -124,12 +144,18 @@ def _run_model(
     if (teacher_spec := spec.teacher) is not None:
         weights = spec.select_teacher(values)
         no_holders = spec.gather.make_grad_holders(teacher_spec.table, weights)
-        hidden_BlD, teacher, _ = _run_layers(teacher_spec, weights, no_holders, batch, None)
+        with jax.named_scope(TEACHER_SCOPE):
+            hidden_BlD, teacher, _ = _run_layers(teacher_spec, weights, no_holders, batch, None)
         # The teacher runs first, so that its temporaries are gone before activations are saved
         hidden_BlD = jax.lax.stop_gradient(hidden_BlD)
         hidden_BlD, tokens_BL = jax.lax.optimization_barrier((hidden_BlD, batch.tokens_BL))
         batch = dataclasses.replace(batch, tokens_BL=tokens_BL)
         numbers[loss.TEACHER_HIDDEN] = hidden_BlD
+    if batch.scores_BLK is not None:
+        top_k = batch.scores_BLK.shape[-1] // 2
+        ids_BlK, bits_BlK = jnp.split(batch.scores_BLK, [top_k], axis=-1)
+        numbers["teacher_ids"] = ids_BlK
+        numbers["teacher_logps"] = jax.lax.bitcast_convert_type(bits_BlK, jnp.float32)
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
     tokens = Tile(hidden_BlD, batch.labels_BL, batch.weights_BL, numbers)
     head = dataclasses.replace(head, teacher=teacher)
@@ -161,9 +187,9 @@ def _run_layers(
     token_keys: Keys | None,
 ) -> tuple[Array, Head, Sums]:
     """Hidden states, the head, and sums of routers' statistics."""
-    shards = jax.tree.map(
-        lambda _, value, holder: Shard(value=value, grad_holder=holder), spec.table, values, holders
-    )
+    make_shard = lambda _, value, holder: Shard(value=value, grad_holder=holder)
+    trees = (spec.table, spec.select_own(values), spec.select_own(holders))
+    shards = jax.tree.map(make_shard, *trees)
     hidden_BlD, statistics = decoder.hidden_states(
         shards,
         batch,

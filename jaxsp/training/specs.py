@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxsp.attention.attend import Attend, make_chosen_attend
@@ -22,10 +23,10 @@ from jaxsp.core.layout import Layout
 from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.delta_rule import kernels as delta_kernels
 from jaxsp.experts import kernels as expert_kernels
-from jaxsp.model import layer_stack, tiling
+from jaxsp.model import flops, layer_stack, tiling
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.model.remat import RematPolicy
-from jaxsp.objectives.distill import Distill
+from jaxsp.objectives.distill import Distill, find_teacher, has_teacher
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.sharding import host_offload
 from jaxsp.sharding.sharding import Gather
@@ -48,6 +49,16 @@ _CHOICE_INPUTS = {
     "is_deterministic",
 }
 """Fields of StepConfig on which mesh, attention and the model's kernels depend."""
+
+
+_TEACHER_MEMORY = {
+    "remat": "full",
+    "kept_mlp_layers": 0,
+    "offload_activations": "none",
+    "offload_every": 1,
+    "offload_during_attention": "never",
+}
+"""Memory options of a teacher, which saves nothing for a backward pass."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,21 +128,29 @@ class StepSpec:
 
     @functools.cached_property
     def table(self) -> layers.Weights:
-        """Parameter table of the model, in which frozen weights have their format; with that of a
-        teacher that is another model under `teacher`."""
-        table = trainable.build_table(self.model, self.config)
+        """Parameter table of the model, in which frozen weights have their format."""
+        return trainable.build_table(self.model, self.config)
+
+    @functools.cached_property
+    def state_table(self) -> layers.Weights:
+        """Parameter table of all weights of the state: `table`, and under `teacher` that of a
+        teacher that is another model."""
         if self.teacher is None or self.is_own_teacher:
-            return table
+            return self.table
         rename = lambda param: dataclasses.replace(param, hf_name=f"teacher.{param.hf_name}")
-        return table | {"teacher": jax.tree.map(rename, self.teacher.table)}
+        return self.table | {"teacher": jax.tree.map(rename, self.teacher.table)}
 
     @property
     def is_own_teacher(self) -> bool:
         """True if the teacher is the model without its adapter."""
-        return isinstance(self.objective, Distill) and self.objective.teacher is None
+        return self.teacher is not None and find_teacher(self.objective) is None
+
+    def select_own(self, weights: layers.Weights) -> layers.Weights:
+        """The model's own weights among those of `state_table`."""
+        return {name: weights[name] for name in self.table}
 
     def select_teacher(self, weights: layers.Weights) -> layers.Weights:
-        """The teacher's weights among those of `table`."""
+        """The teacher's weights among those of `state_table`."""
         if self.is_own_teacher:
             return trainable.select(self.table, weights, lambda param: not param.is_adapter)
         return weights["teacher"]
@@ -233,7 +252,8 @@ class StepSpec:
     def loss_tiles(self) -> list[int]:
         """Possible tile sizes of the loss, in tokens of a device, the largest first."""
         requested = self.config.memory.loss_tile_tokens
-        return self._list_tiles(requested, 4 * self.model.num_logits, loss.MAX_LOGIT_BYTES)
+        num_logits = self.model.num_logits + (self.teacher.model.num_logits if self.teacher else 0)
+        return self._list_tiles(requested, 4 * num_logits, loss.MAX_LOGIT_BYTES)
 
     def _list_tiles(
         self, requested: int | Literal["auto"], bytes_per_token: int, max_bytes: tuple[int, ...]
@@ -279,6 +299,13 @@ class StepSpec:
             remat = memory.remat
         return dataclasses.replace(policy, remat=remat).with_whole_periods(self.model)
 
+    def count_flops(self, segment_lengths: np.ndarray) -> float:
+        """Floating-point operations of a step over segments of these lengths."""
+        total = flops.step_flops(self.model, segment_lengths, self.table)
+        if self.teacher is not None:  # forward only
+            total += flops.step_flops(self.teacher.model, segment_lengths) / 3
+        return total
+
     def respec(self, **changes: Any) -> "StepSpec":
         """Returns the step with other values of its config: `respec(mesh={"seq": 4})`.
 
@@ -288,7 +315,8 @@ class StepSpec:
         if changes.keys().isdisjoint(_CHOICE_INPUTS):
             teacher = self.teacher
             if teacher is not None:
-                teacher = teacher.respec(**{x: changes[x] for x in changes.keys() & {"memory"}})
+                memory = changes.get("memory", {})
+                teacher = teacher.respec(memory=memory | _TEACHER_MEMORY)
             return dataclasses.replace(self, config=config, teacher=teacher)
         devices = list(self.mesh.devices.flat)
         made = make_spec(config, self.model, devices=devices, device_bytes=self.device_bytes)
@@ -311,7 +339,7 @@ def make_spec(
     """
     make = functools.partial(_make_one, devices=devices, device_bytes=device_bytes)
     objective = config.objective
-    if not isinstance(objective, Distill):
+    if not has_teacher(objective):
         return make(config, model)
     teacher_model = _find_teacher(config, model)
     requested = config.attention
@@ -371,6 +399,7 @@ def _make_teacher_config(config: StepConfig, model: ModelConfig) -> StepConfig:
     return dataclasses.replace(
         config,
         objective=Sft(),
+        memory=config.memory.model_copy(update=_TEACHER_MEMORY),
         # All weights except those of adapters are frozen, and a teacher has no adapters
         adapter=AdapterConfig(type="lora", quantization=quantization),
         **changes,

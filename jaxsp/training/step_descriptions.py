@@ -3,23 +3,29 @@
 import jax
 
 from jaxsp.blocks import float8
+from jaxsp.config.yaml_io import format_value
 from jaxsp.core import axes
 from jaxsp.core.units import format_count
 from jaxsp.model import adapters, decoder, flops
+from jaxsp.objectives.objective import Sft
 from jaxsp.system import device_mesh
 from jaxsp.training.specs import StepSpec
 
 
 def describe_objective(spec: StepSpec, reference: str = "the model of step 0") -> str:
-    """Describes the objective of preference training; empty for sft.
+    """Describes the objective; empty for sft.
 
     Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is the model of step 0`.
     """
     objective = spec.objective
-    if not objective.has_pairs:
+    if isinstance(objective, Sft):
         return ""
-    values = [f"{name} {value:g}" for name, value in objective if name != "type"]
+    show = lambda value: f"{value:g}" if isinstance(value, float) else format_value(value)
+    values = [f"{name} {show(value)}" for name, value in objective if name != "type"]
     text = f"{objective.type}: {', '.join(values)}"
+    if (teacher := spec.teacher) is not None:
+        text += f"; the teacher has {flops.num_parameters(teacher.table):,} parameters"
+        text += f", {describe_products(teacher)}" if teacher.model.linear_dtype else ""
     if objective.needs_reference:
         text += f"; the reference is {reference}"
         adapter = spec.config.adapter

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float32, Int8
+from jaxtyping import Array, Float32, Int8, Int32
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
@@ -55,7 +55,7 @@ def _local_gradients(
     spec: StepSpec, master: layers.Weights, batch: Batch, step: Array
 ) -> tuple[layers.Weights, Sums]:
     """Gradients and sums from this device's shards and rows, inside shard_map."""
-    table = spec.table
+    table = spec.state_table
     values = master
     if not spec.has_offloaded_gradients:
         values = spec.gather.make_working_copy(table, master)
@@ -165,7 +165,7 @@ def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -
 
     def local(master: layers.Weights, batch: Batch) -> BatchLosses:
         batch = batch.without_pairs()
-        holders = spec.gather.make_grad_holders(spec.table, master)
+        holders = spec.gather.make_grad_holders(spec.state_table, master)
         compute_microbatch = functools.partial(compute, master, holders)
         sums, losses = metric_table.scan_sums(compute_microbatch, batch)
         losses_BL, outcomes_BL = losses
@@ -173,6 +173,18 @@ def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -
 
     specs = BatchLosses(PER_TOKEN, PER_TOKEN, PartitionSpec())  # type: ignore[arg-type]
     return _run_on_mesh(spec, local, master, batch, out_specs=specs)
+
+
+def compute_top_k(
+    spec: StepSpec, master: layers.Weights, batch: Batch, **options: Any
+) -> tuple[Int32[Array, "microbatches B L K"], Float32[Array, "microbatches B L K1"]]:
+    """Predictions of the tokens of a batch: see `loss.compute_top_k`. Call under jit."""
+
+    def local(master: layers.Weights, batch: Batch) -> tuple[Array, Array]:
+        compute = lambda rows: microbatch.compute_top_k(spec, master, rows, **options)
+        return jax.lax.map(compute, batch.without_pairs())
+
+    return _run_on_mesh(spec, local, master, batch, out_specs=(PER_TOKEN, PER_TOKEN))
 
 
 def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
@@ -232,7 +244,7 @@ def _sum_over_mesh(spec: StepSpec, sums: Sums, batch: Batch) -> Sums:
 def _weight_specs(spec: StepSpec) -> Any:
     """PartitionSpec of each weight."""
     return jax.tree.map(
-        lambda param: sharding.partition_spec(param, spec.gather.num_shards), spec.table
+        lambda param: sharding.partition_spec(param, spec.gather.num_shards), spec.state_table
     )
 
 

@@ -12,6 +12,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import batch
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, max_pairs
+from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import optimizer, optimizer_state
 from jaxsp.sharding import quantization, sharding
 from jaxsp.system import device_mesh
@@ -46,7 +47,7 @@ def init_state(spec: StepSpec, master: layers.Weights) -> TrainState:
         return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, opt_state))()
 
     # One after another: the temporaries of all weights of a large model may not fit a device
-    opt_state = jax.tree.map(init_param, spec.table, shapes.opt_state)
+    opt_state = jax.tree.map(init_param, spec.state_table, shapes.opt_state)
     step = jax.device_put(jnp.int32(0), shapes.step.sharding)
     return TrainState(master=master, opt_state=opt_state, step=step)
 
@@ -64,7 +65,7 @@ def abstract_weights(spec: StepSpec) -> layers.Weights:
 
         return jax.tree.map(add_sharding, quantization.describe(param, shape))
 
-    return jax.tree.map(describe, spec.table)
+    return jax.tree.map(describe, spec.state_table)
 
 
 def abstract_inputs(spec: StepSpec) -> tuple[TrainState, Batch]:
@@ -86,7 +87,7 @@ def abstract_inputs(spec: StepSpec) -> tuple[TrainState, Batch]:
         return jax.tree.map(describe, optimizer.describe_state(spec.config.optimizer, param))
 
     master = abstract_weights(spec)
-    opt_state = jax.tree.map(describe_state, spec.table)
+    opt_state = jax.tree.map(describe_state, spec.state_table)
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     state = TrainState(master=master, opt_state=opt_state, step=step)
     return state, _abstract_batch(spec)
@@ -109,6 +110,12 @@ def _abstract_batch(spec: StepSpec) -> Batch:
         labels = arrays["labels_BL"]
         arrays["weights_BL"] = jax.ShapeDtypeStruct(
             labels.shape, jnp.float32, sharding=labels.sharding
+        )
+    if isinstance(spec.objective, Distill) and spec.objective.scores is not None:
+        labels = arrays["labels_BL"]
+        width = 2 * spec.objective.top_k + 1
+        arrays["scores_BLK"] = jax.ShapeDtypeStruct(
+            (*labels.shape, width), jnp.int32, sharding=labels.sharding
         )
     if names := spec.objective.needs:
         numbers = jax.ShapeDtypeStruct(

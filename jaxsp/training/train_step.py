@@ -49,7 +49,7 @@ def build_step(spec: StepSpec) -> jax.stages.Wrapped:
         is_finite = jnp.isfinite(results["loss"]) & jnp.isfinite(norm)
         master, opt_state = optimizer.update(
             config,
-            spec.table,
+            spec.state_table,
             gradients,
             state.opt_state,
             state.master,
@@ -75,7 +75,7 @@ def _global_norm(spec: StepSpec, gradients: Weights) -> Array:
             return None
         return host_offload.sum_layers(param, lambda layer: jnp.sum(layer * layer), gradient)
 
-    squares = jax.tree.map(sum_squares, spec.table, gradients)
+    squares = jax.tree.map(sum_squares, spec.state_table, gradients)
     return jnp.sqrt(sum(jax.tree.leaves(squares), start=jnp.float32(0)))
 
 
@@ -95,7 +95,7 @@ def _set_memory_kinds(spec: StepSpec, state: TrainState) -> TrainState:
         )
 
     master, opt_state = optimizer.map_weights_and_state(
-        spec.table, set_kind, state.master, state.opt_state
+        spec.state_table, set_kind, state.master, state.opt_state
     )
     return dataclasses.replace(state, master=master, opt_state=opt_state)
 
@@ -116,6 +116,18 @@ def compile_token_losses(spec: StepSpec) -> jax.stages.Compiled:
     replicated = NamedSharding(spec.mesh, PartitionSpec())
     compute_losses = functools.partial(step_gradients.compute_token_losses, spec)
     lowered = jax.jit(compute_losses, out_shardings=replicated).lower(state.master, batch)
+    return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
+
+
+def compile_top_k(spec: StepSpec, **options: Any) -> jax.stages.Compiled:
+    """Compiles `step_gradients.compute_top_k`, whose results all devices get.
+
+    Raises: as `compile`.
+    """
+    state, batch = train_state.abstract_inputs(spec)
+    compute = functools.partial(step_gradients.compute_top_k, spec, **options)
+    replicated = NamedSharding(spec.mesh, PartitionSpec())
+    lowered = jax.jit(compute, out_shardings=replicated).lower(state.master, batch)
     return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
 
 

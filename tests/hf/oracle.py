@@ -394,10 +394,16 @@ def float64() -> Iterator[None]:
 def float64_gradients(model: Any, documents: list[np.ndarray]) -> "Result":
     """`gradients` of a model's weights, in float64. Args: model: its weights are float32."""
     with float64():
-        config = copy.deepcopy(model.config)
-        wide = type(model)._from_config(config, attn_implementation="eager").double()
-        wide.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
-        return gradients(wide, documents)
+        return gradients(widen(model), documents)
+
+
+def widen(model: Any) -> Any:
+    """The model in float64."""
+    config = copy.deepcopy(model.config)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    wide = type(model)._from_config(config, **eager).double()
+    wide.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    return wide
 
 
 def as_published(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

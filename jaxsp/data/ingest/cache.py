@@ -108,7 +108,7 @@ class CheckedIds:
         block = start // BLOCK_IDS
         while (block := self._is_unchecked.find(1, block, -(-stop // BLOCK_IDS))) >= 0:
             first = block * BLOCK_IDS
-            if _checksum(self.ids[first : first + BLOCK_IDS]) != self._checksums[block]:
+            if compute_checksum(self.ids[first : first + BLOCK_IDS]) != self._checksums[block]:
                 reason = f"the ids {first:,} to {first + BLOCK_IDS:,} of a chunk have changed"
                 raise DamagedCacheError(self._path, reason)
             self._is_unchecked[block] = 0
@@ -135,7 +135,7 @@ def compute_stats(dataset: "datasets.Dataset") -> TokenStats:
             dtype = "<f4" if column in TOKEN_NUMBERS else "<i4"
             values.update(np.ascontiguousarray(ids, dtype).data)
             starts = range(0, len(ids), BLOCK_IDS)
-            checksums += [_checksum(ids[start : start + BLOCK_IDS]) for start in starts]
+            checksums += [compute_checksum(ids[start : start + BLOCK_IDS]) for start in starts]
             has_loss = np.flatnonzero(ids != NO_LABEL) if column == "labels" else None
             known = ids if has_loss is None else ids[has_loss]
             for index in (known.argmin(), known.argmax()) if len(known) else ():
@@ -265,5 +265,6 @@ def _digest_lengths(dataset: "datasets.Dataset", column: str) -> str:
     return digest.hexdigest()
 
 
-def _checksum(ids: np.ndarray) -> int:
+def compute_checksum(ids: np.ndarray) -> int:
+    """Checksum of a block of ids."""
     return zlib.crc32(np.ascontiguousarray(ids).data)

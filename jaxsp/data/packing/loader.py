@@ -121,6 +121,8 @@ class BatchLoader:
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
         self._specs |= dict.fromkeys(map("{}_BL".format, documents.numbers), PER_TOKEN)
+        if documents.scores is not None:
+            self._specs["scores_BLK"] = PER_TOKEN
         if documents.per_record == 2:
             self._specs["documents_BM"] = PER_ROW
         num_slots = placement.num_groups * placement.rows_per_microbatch
@@ -216,14 +218,16 @@ class BatchLoader:
                 segments.append({"row": row_index} | origin | place)
         return segments
 
-    def batches(self) -> Generator[tuple[Batch, StepCounts]]:
+    def batches(self, first: int = 0) -> Generator[tuple[Batch, StepCounts]]:
         """Yields the steps in order; the next two are read while one is used. Request the next
         batch when a step is dispatched and before its metrics are fetched. It is then copied to the
         devices while the step runs. An exception in a read is raised here and ends the
         iteration."""
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
         steps = iter(
-            grain.MapDataset.range(self.num_steps).map(self.read_step).to_iter_dataset(options)
+            grain.MapDataset.range(first, self.num_steps)
+            .map(self.read_step)
+            .to_iter_dataset(options)
         )
         with contextlib.closing(steps):
             for host_batch in steps:
@@ -240,8 +244,11 @@ class BatchLoader:
     def _put(self, spec: PartitionSpec, blocks: Mapping[BlockSpan, np.ndarray]) -> jax.Array:
         shape = self._shapes[spec]
         sharding = NamedSharding(self._placement.mesh, spec)
+        (*_, block) = blocks.values()
         return jax.make_array_from_callback(
-            shape, sharding, lambda index: blocks[_to_span(index, shape)]
+            (*shape, *block.shape[len(shape) :]),
+            sharding,
+            lambda index: blocks[_to_span(index, shape)],
         )
 
     def _put_whole(self, array: np.ndarray) -> jax.Array:
@@ -278,10 +285,10 @@ class BatchLoader:
             for name in names:
                 field = name.rpartition("_")[0]  # without its dims
                 values = np.array([part[field] for part in parts])
-                blocks[name][span] = values.reshape(*places.shape, -1)
+                blocks[name][span] = values.reshape(*places.shape, *values.shape[1:])
         return blocks
 
 
 def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSpan:
     assert index is not None
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=False))

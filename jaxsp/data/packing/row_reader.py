@@ -126,6 +126,26 @@ class RowSlice:
     """Weight of each label's loss, float32; None if the documents have no weights."""
     numbers: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Other numbers of each label, float32 by name; 0 without a label."""
+    scores: np.ndarray | None = None
+    """A teacher's predictions after each token, [tokens, 2 k + 1]; None if they are not stored."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredScores:
+    """A teacher's predictions after each token of all documents: see `run.teacher_scores`."""
+
+    values: CheckedIds
+    """int32, [tokens, 2 k + 1] as one dim: k ids, and the bits of k + 1 log-probabilities."""
+    top_k: int
+    firsts: np.ndarray
+    """First token of each document among those of all."""
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Predictions after some tokens of a document, int32[tokens, 2 k + 1]."""
+        width = 2 * self.top_k + 1
+        first = int(self.firsts[document])
+        values = self.values.read((first + start) * width, (first + stop) * width)
+        return values.reshape(-1, width)
 
 
 class _Chunk(NamedTuple):
@@ -343,6 +363,8 @@ class Documents:
         self.has_given_references = self.references is not None
         """True if the records have the log-probabilities of the reference model."""
         self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
+        self.scores: StoredScores | None = None
+        """A teacher's stored predictions."""
         self._check_documents(row_tokens, longest_stored)
 
     def _read_column(self, name: str) -> np.ndarray | None:
@@ -423,6 +445,9 @@ class Documents:
             positions=np.zeros(end - begin, np.int32),
             weights=np.zeros(end - begin, np.float32) if self.has_weights else None,
             numbers={name: np.zeros(end - begin, np.float32) for name in self.numbers},
+            scores=None
+            if self.scores is None
+            else np.zeros((end - begin, 2 * self.scores.top_k + 1), np.int32),
         )
         starts = row.starts
         ends = starts + row.length
@@ -457,6 +482,10 @@ class Documents:
                 part.weights[at : at + label_count] = chunk.weights[first:end]
             for name, values in part.numbers.items():
                 values[at : at + label_count] = chunk.numbers[name].read(first, end)
+        if self.scores is not None and part.scores is not None:
+            spans = zip(document, first_token, left - begin, num_tokens, strict=True)
+            for number, start, at, count in spans:
+                part.scores[at : at + count] = self.scores.read(number, start, start + count)
         if self._has_scores:
             part.labels[:] = NO_LABEL
             last = left - begin + self.lengths[document] - 1 - first_token
