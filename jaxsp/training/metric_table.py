@@ -250,10 +250,9 @@ MAXIMUM = "_max"
 
 def add(sums: Sums, others: Sums) -> Sums:
     """Adds sums over two parts; takes the larger of two maxima."""
+    larger = lambda x, y: (jnp if isinstance(x, jax.Array) else np).maximum(x, y)
     return {
-        name: jax.tree.map(
-            np.maximum if name.endswith(MAXIMUM) else operator.add, value, others[name]
-        )
+        name: jax.tree.map(larger if name.endswith(MAXIMUM) else operator.add, value, others[name])
         for name, value in sums.items()
     }
 
