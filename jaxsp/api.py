@@ -308,11 +308,7 @@ class Trainer:
         Raises: UserError for prompts that are empty or too long, and for a reward model.
         """
         answers = self.generate_ids(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
+            prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
         tokenizer = self._load_tokenizer()
         return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
@@ -435,8 +431,9 @@ class Trainer:
             raise UserError(
                 f"weights: the Trainer has has_weights={self.spec.has_weights}. {suggestion}"
             )
-        data = self._pack("documents", documents, labels, weights)
-        if epochs is None and self.spec.objective.needs:
+        needs = self.spec.objective.needs
+        data = self._pack("documents", documents, labels, weights, needs=needs)
+        if needs and epochs is None:
             epochs = 1
         num_steps = self.spec.num_steps if epochs is None else None
         schedule = data.make_schedule(
@@ -465,11 +462,14 @@ class Trainer:
             if self._scorer.spec.teacher is None:  # otherwise, it computes cross entropies
                 spec = dataclasses.replace(self._scorer.spec, loss=compute_losses)
                 self._scorer = Evaluator(spec, ())
-        columns = {"tokens": self._make_id_column("documents", documents)}
-        short = np.flatnonzero(columns["tokens"].value_lengths().to_numpy() < 2)
-        if len(short):
-            raise UserError(f"documents[{short[0]}]: must have at least two tokens.")
-        data = self._pack_columns("documents", columns, long_documents="error")
+        documents = [*documents]
+        data = self._pack("documents", documents)
+        for number, length in enumerate(map(len, documents)):
+            if not 2 <= length <= self.spec.config.row_tokens:
+                raise UserError(
+                    f"documents[{number}]: has {format_count(length, 'token')}, but must have at "
+                    f"least 2 and at most data.row_tokens, {self.spec.config.row_tokens:,}."
+                )
         losses = self._scorer.compute_losses(data, self.state.master)
         return [np.append(0, -values[:-1]).astype(np.float32) for values in losses]
 
@@ -532,7 +532,7 @@ class Trainer:
                 "evaluate: the objective needs pairs. Name them in data.eval, and use "
                 "evaluate_sets."
             )
-        data = self._pack(name, documents, labels, None)
+        data = self._pack(name, documents, labels, needs=self.spec.objective.needs)
         return self._evaluator.evaluate(data, self.state.master, num_steps=int(self.state.step))
 
     def save(
@@ -651,61 +651,48 @@ class Trainer:
         self,
         name: str,
         documents: NumberLists,
-        labels: NumberLists | None,
-        weights: NumberLists | None,
+        labels: NumberLists | None = None,
+        weights: NumberLists | None = None,
+        *,
+        needs: tuple[str, ...] = (),
     ) -> PackedDataset:
-        """Checks documents and plans their rows. Args: name: of the data set."""
+        """Checks documents and plans their rows. Args: name: of the data set. needs: numbers
+        of tokens that records have."""
+        import datasets
+
         numbers: dict[str, pa.LargeListArray] = {}
-        if self.spec.objective.needs:
+        if needs:
             if labels is not None:
                 raise UserError("labels: trajectories have a loss_mask of their own. Leave it out.")
             documents, labels, numbers = _read_trajectories(documents)
-        tokens = self._make_id_column("documents", documents)
+        vocab_size = self.spec.model.vocab_size
+
+        def is_id(values: np.ndarray) -> np.ndarray:
+            return (values >= 0) & (values < vocab_size) & (values == np.floor(values))
+
+        ids = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
+        tokens = _make_column("documents", documents, None, np.int32, is_id, ids)
         lengths = tokens.value_lengths().to_pylist()
         columns = {"tokens": tokens}
         if labels is not None:
-            columns["labels"] = self._make_id_column("labels", labels, lengths)
+            is_label = lambda values: is_id(values) | (values == NO_LABEL)
+            rule = f"{ids}, or {NO_LABEL}"
+            columns["labels"] = _make_column("labels", labels, lengths, np.int32, is_label, rule)
         if weights is not None:
             is_weight = lambda values: np.isfinite(values) & (values >= 0)
             rule = "finite and at least 0"
             columns["weights"] = _make_column(
                 "weights", weights, lengths, np.float32, is_weight, rule
             )
-        return self._pack_columns(
-            name,
-            columns | numbers,
-            long_documents=self.config.data.long_documents,
-            numbers=self.spec.objective.needs,
-            equal_numbers=self.spec.objective.needs_equal,
-        )
-
-    def _make_id_column(
-        self, name: str, lists: NumberLists, lengths: list[int] | None = None
-    ) -> pa.LargeListArray:
-        """Makes a column of token ids, or with `lengths` of labels: see `_make_column`."""
-        vocab_size = self.spec.model.vocab_size
-        rule = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
-        rule += "" if lengths is None else f", or {NO_LABEL}"
-
-        def is_valid(values: np.ndarray) -> np.ndarray:
-            is_id = (values >= 0) & (values < vocab_size) & (values == np.floor(values))
-            return is_id if lengths is None else is_id | (values == NO_LABEL)
-
-        return _make_column(name, lists, lengths, np.int32, is_valid, rule)
-
-    def _pack_columns(
-        self, name: str, columns: dict[str, pa.LargeListArray], **options: Any
-    ) -> PackedDataset:
-        """Plans the rows of tokenized documents. Args: options: of `Documents`."""
-        import datasets
-
-        places = [f"documents[{number}]" for number in range(len(columns["tokens"]))]
+        columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
         with at("documents"):
             packed = Documents(
-                [datasets.Dataset(pa.table(columns | {"place": pa.array(places)}))],
+                [datasets.Dataset(pa.table(columns | numbers))],
                 source_names=["documents"],
                 row_tokens=self.spec.config.row_tokens,
-                **options,
+                long_documents=self.config.data.long_documents,
+                numbers=needs,
+                equal_numbers=self.spec.objective.needs_equal,
             )
         # Digests are for comparisons with checkpoints and other processes
         return dataset.pack_documents(name, packed, **self.spec.config.packing, digests=[""])

@@ -1,31 +1,13 @@
 """Policy losses of given trajectories: the training half of reinforcement learning.
 
-Definitions, names and defaults are those of TRL 1.16 (`GRPOTrainer`), with r the ratio of a token's
-probability by the trained model to that by the model that sampled it, A its advantage, n the number
-of loss tokens of its trajectory, c(x) = clip(x, 1 - epsilon, 1 + epsilon_high), and no gradient
-through what is in brackets:
-
-    loss_type   loss of a token                            factor                      divided by
-    grpo        -min(min(r, delta) A, c(r) A)              1 / n                       trajectories
-    dr_grpo     the same                                   1 / max_completion_length   trajectories
-    dapo, bnpo  the same                                   1                           loss tokens
-    luspo       the same, with sequence                    1                           trajectories
-    cispo       -[min(r, epsilon_high)] A log p            1                           loss tokens
-    sapo        -4 / t sigmoid(t (r - 1)) A                1 / n                       trajectories
-    vespo       -[phi(w)] A log p                          1                           loss tokens
-
-t is sapo_temperature_pos for A > 0, otherwise sapo_temperature_neg; phi(w) = w^k exp(l (1 - w)),
-with w the product of a trajectory's ratios and (k, l) those of pos for A >= 0, otherwise of neg.
-With importance_sampling_level sequence, r is the geometric mean of the ratios of a trajectory.
-beta > 0 adds beta times r KL, with KL = exp(ref - log p) - (ref - log p) - 1.
-
-Differs: counts and sums are those of the whole step, on every mesh. TRL averages grpo, bnpo,
-dr_grpo, sapo and luspo over each microbatch of a device, and then over these.
+Names, defaults and formulas are those of TRL 1.16 (`GRPOTrainer`); configs/guide/policy.md has a
+table of them. Differs: counts are those of the whole step, on every mesh. TRL takes grpo, bnpo,
+dr_grpo, sapo and luspo over each microbatch of a device, and averages these.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from jaxsp.config.fields import (
@@ -48,59 +30,9 @@ _MIN_LOG_WEIGHT = math.log(1e-8)
 """Limits of vespo's log-ratios and of the logarithm of its weight."""
 
 
-class _Actions(NamedTuple):
-    """Loss tokens of trajectories. Shapes: [X]."""
-
-    logps_X: "Array"
-    ratios_X: "Array"
-    advantages_X: "Array"
-    numbers: Mapping[str, "Array"]
-
-
-def _clipped_loss(policy: "Policy", actions: _Actions) -> Any:
-    import jax.numpy as jnp
-
-    ratios_X = actions.ratios_X
-    clipped_X = jnp.clip(ratios_X, *policy.bounds)
-    if policy.delta is not None:
-        ratios_X = jnp.minimum(ratios_X, policy.delta)
-    return -jnp.minimum(ratios_X * actions.advantages_X, clipped_X * actions.advantages_X)
-
-
-def _cispo_loss(policy: "Policy", actions: _Actions) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    weights_X = jax.lax.stop_gradient(jnp.minimum(actions.ratios_X, policy.bounds[1]))
-    return -weights_X * actions.advantages_X * actions.logps_X
-
-
-def _sapo_loss(policy: "Policy", actions: _Actions) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    temperatures_X = jnp.where(
-        actions.advantages_X > 0, policy.sapo_temperature_pos, policy.sapo_temperature_neg
-    )
-    gates_X = jax.nn.sigmoid(temperatures_X * (actions.ratios_X - 1)) * 4 / temperatures_X
-    return -gates_X * actions.advantages_X
-
-
-def _vespo_loss(policy: "Policy", actions: _Actions) -> Any:
-    import jax.numpy as jnp
-
-    log_weights_X = jnp.clip(actions.numbers[_LOG_RATIO], _MIN_LOG_WEIGHT, _MAX_LOG_RATIO)
-    is_positive_X = actions.advantages_X >= 0
-    k_X = jnp.where(is_positive_X, policy.vespo_k_pos, policy.vespo_k_neg)
-    lambda_X = jnp.where(is_positive_X, policy.vespo_lambda_pos, policy.vespo_lambda_neg)
-    phi_X = jnp.exp(lambda_X + k_X * log_weights_X - lambda_X * jnp.exp(log_weights_X))
-    return -phi_X * actions.advantages_X * actions.logps_X
-
-
 class _LossType(NamedTuple):
-    """How a loss_type computes, weighs and divides the losses of tokens."""
+    """Fields and normalization of a loss_type, whose formula is in `Policy._find_losses`."""
 
-    compute: Callable[["Policy", _Actions], Any]
     fields: tuple[str, ...]
     """Fields of `_FIELDS` that it reads."""
     divisor: Literal["num_trajectories", "num_loss_tokens"] = "num_trajectories"
@@ -116,23 +48,19 @@ _VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 _FIELDS = (*_CLIP, "max_completion_length", *_SAPO, *_VESPO)
 
 _LOSS_TYPES = {
-    "grpo": _LossType(_clipped_loss, _CLIP, is_mean=True),
-    "dr_grpo": _LossType(_clipped_loss, (*_CLIP, "max_completion_length")),
-    "dapo": _LossType(_clipped_loss, _CLIP, "num_loss_tokens"),
-    "bnpo": _LossType(_clipped_loss, _CLIP, "num_loss_tokens"),
-    "luspo": _LossType(_clipped_loss, _CLIP, level="sequence"),
-    "cispo": _LossType(_cispo_loss, ("epsilon_high",), "num_loss_tokens"),
-    "sapo": _LossType(_sapo_loss, _SAPO, is_mean=True),
-    "vespo": _LossType(_vespo_loss, _VESPO, "num_loss_tokens", level="token"),
+    "grpo": _LossType(_CLIP, is_mean=True),
+    "dr_grpo": _LossType((*_CLIP, "max_completion_length")),
+    "dapo": _LossType(_CLIP, "num_loss_tokens"),
+    "bnpo": _LossType(_CLIP, "num_loss_tokens"),
+    "luspo": _LossType(_CLIP, level="sequence"),
+    "cispo": _LossType(("epsilon_high",), "num_loss_tokens"),
+    "sapo": _LossType(_SAPO, is_mean=True),
+    "vespo": _LossType(_VESPO, "num_loss_tokens", level="token"),
 }
 
 
 class Policy(TokenObjective):
-    """Policy loss of given trajectories: GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO, LUSPO, VESPO.
-
-    Records have the advantages of tokens and their log-probabilities when they were sampled. Means
-    are over the whole step, on every mesh.
-    """
+    """Policy loss of given trajectories: GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO, LUSPO, VESPO."""
 
     type: Literal["policy"] = "policy"
     format: ClassVar[str | None] = "trajectories"
@@ -140,15 +68,14 @@ class Policy(TokenObjective):
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "luspo", "cispo", "sapo", "vespo"] = (
         "dapo"
     )
-    """Formula of the loss and its normalization: see the page about policy losses."""
+    """Formula of the loss, and its normalization over the step."""
     epsilon: Annotated[NonNegativeFloat, with_examples(0.2)] = 0.2
     """Ratios are clipped below 1 - epsilon."""
     epsilon_high: Annotated[NonNegativeFloat | None, with_examples(0.28)] = None
     """Ratios are clipped above 1 + epsilon_high; for cispo above epsilon_high, which it needs.
     null: epsilon."""
     delta: Annotated[PositiveFloat | None, with_examples(4.0)] = None
-    """Maximum of ratios where the lower bound does not clip them, for negative advantages. null:
-    none."""
+    """Maximum of ratios that are not clipped, which limits negative advantages. null: none."""
     beta: Annotated[NonNegativeFloat, with_examples(0.001)] = 0.0
     """Factor of the KL divergence from the reference model. Above 0, records need ref_logps."""
     use_bias_correction_kl: bool = True
@@ -174,17 +101,15 @@ class Policy(TokenObjective):
     """Decay of vespo's weight for negative advantages."""
 
     def find_problems(self) -> Iterator[str]:
-        loss_type = self._loss_type
         own = f"{HERE}.loss_type = {self.loss_type}"
         for name in _FIELDS:
             default = type(self).model_fields[name].default
-            if name not in loss_type.fields and getattr(self, name) != default:
+            if name not in self._loss_type.fields and getattr(self, name) != default:
                 yield f"{self.show(name)}: has no effect with {own}. Leave it out."
-        if loss_type.level not in (None, self.importance_sampling_level):
-            yield (
-                f"{self.show('importance_sampling_level')}: must be {loss_type.level} with {own}. "
-                f"Set {HERE}.importance_sampling_level={loss_type.level}."
-            )
+        level = self._loss_type.level
+        if level not in (None, self.importance_sampling_level):
+            name = "importance_sampling_level"
+            yield f"{self.show(name)}: must be {level} with {own}. Set {HERE}.{name}={level}."
         if self.loss_type == "cispo" and self.epsilon_high is None:
             yield (
                 f"{self.show('epsilon_high')}: must be set with {own}, whose largest ratio it is. "
@@ -205,12 +130,6 @@ class Policy(TokenObjective):
         return ("advantages",) if self._is_by_sequence else ()
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        """Bounds of clipped ratios."""
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return 1 - self.epsilon, high + (self.loss_type != "cispo")
-
-    @property
     def has_document_sums(self) -> bool:
         return self._is_by_sequence or self.loss_type == "vespo"
 
@@ -220,11 +139,10 @@ class Policy(TokenObjective):
         logps_X = self._scale(tokens).logps_X
         log_ratios_X = logps_X - tokens.numbers["old_logps"]
         if self.loss_type == "vespo":
-            log_ratios_X = jnp.clip(log_ratios_X, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        sums = {_LOG_RATIO: log_ratios_X}
-        if self._has_mean_kl:
-            sums[_KL] = _estimate_kl(logps_X, tokens.numbers["ref_logps"])
-        return sums
+            return {_LOG_RATIO: jnp.clip(log_ratios_X, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)}
+        if not self.beta:
+            return {_LOG_RATIO: log_ratios_X}
+        return {_LOG_RATIO: log_ratios_X, _KL: _estimate_kl(logps_X, tokens.numbers["ref_logps"])}
 
     def losses(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
         import jax
@@ -240,31 +158,29 @@ class Policy(TokenObjective):
             means_X = numbers[_LOG_RATIO] / numbers[LENGTH]
             log_ratios_X = means_X + logps_X - jax.lax.stop_gradient(logps_X)
         ratios_X = jnp.exp(log_ratios_X)
-        advantages_X = numbers["advantages"]
-        actions = _Actions(logps_X, ratios_X, advantages_X, numbers)
-        losses_X = self._loss_type.compute(self, actions)
+        losses_X = self._find_losses(logps_X, ratios_X, numbers)
         log_softmax_XV = jax.nn.log_softmax(jax.lax.stop_gradient(scaled.logits_XV))
         measured = {
             "ratio": ratios_X,
             "ratio_max": ratios_X,
             "entropy": -(jnp.exp(log_softmax_XV) * log_softmax_XV).sum(-1),
         }
-        low, high = self.bounds
+        low, high = self._bounds
+        advantages_X = numbers["advantages"]
         if "epsilon" in self._loss_type.fields:
             measured["clip_low"] = ((ratios_X < low) & (advantages_X < 0)).astype(jnp.float32)
         if "epsilon_high" in self._loss_type.fields:
             measured["clip_high"] = ((ratios_X > high) & (advantages_X > 0)).astype(jnp.float32)
         if self.beta:
             kl_X = _estimate_kl(logps_X, numbers["ref_logps"])
+            fixed_X = jax.lax.stop_gradient(ratios_X)
             if self.use_bias_correction_kl:
-                fixed_X = jax.lax.stop_gradient(ratios_X)
                 kl_X = kl_X * (fixed_X if self._is_by_sequence else ratios_X)
+            if self.use_bias_correction_kl and self._is_by_sequence:
+                # 0, with the derivative of the trajectory's mean KL times its ratio
+                kl_X += numbers[_KL] / numbers[LENGTH] * (ratios_X - fixed_X)
             losses_X = losses_X + self.beta * kl_X
             measured["reference_kl"] = kl_X
-            if self._has_mean_kl:
-                # 0, with the derivative of the trajectory's mean KL times its ratio
-                means_X = numbers[_KL] / numbers[LENGTH]
-                losses_X = losses_X + self.beta * means_X * (ratios_X - fixed_X)
         if self._loss_type.is_mean:
             losses_X = losses_X / numbers[LENGTH]
         elif self.loss_type == "dr_grpo":
@@ -273,6 +189,33 @@ class Policy(TokenObjective):
 
     def find_divisor(self, counts: Mapping[str, Any]) -> Any:
         return counts[self._loss_type.divisor]
+
+    def _find_losses(
+        self, logps_X: "Array", ratios_X: "Array", numbers: Mapping[str, "Array"]
+    ) -> Any:
+        """Loss of each token, before the KL divergence and the normalization."""
+        import jax
+        import jax.numpy as jnp
+
+        advantages_X = numbers["advantages"]
+        if self.loss_type == "cispo":
+            weights_X = jax.lax.stop_gradient(jnp.minimum(ratios_X, self._bounds[1]))
+            return -weights_X * advantages_X * logps_X
+        if self.loss_type == "sapo":
+            temperatures = self.sapo_temperature_pos, self.sapo_temperature_neg
+            t_X = jnp.where(advantages_X > 0, *temperatures)
+            return -4 / t_X * jax.nn.sigmoid(t_X * (ratios_X - 1)) * advantages_X
+        if self.loss_type == "vespo":
+            log_weights_X = jnp.clip(numbers[_LOG_RATIO], _MIN_LOG_WEIGHT, _MAX_LOG_RATIO)
+            is_positive_X = advantages_X >= 0
+            k_X = jnp.where(is_positive_X, self.vespo_k_pos, self.vespo_k_neg)
+            lambda_X = jnp.where(is_positive_X, self.vespo_lambda_pos, self.vespo_lambda_neg)
+            phi_X = jnp.exp(lambda_X * (1 - jnp.exp(log_weights_X)) + k_X * log_weights_X)
+            return -phi_X * advantages_X * logps_X
+        clipped_X = jnp.clip(ratios_X, *self._bounds) * advantages_X
+        if self.delta is not None:
+            ratios_X = jnp.minimum(ratios_X, self.delta)
+        return -jnp.minimum(ratios_X * advantages_X, clipped_X)
 
     @property
     def _loss_type(self) -> _LossType:
@@ -283,9 +226,10 @@ class Policy(TokenObjective):
         return self.importance_sampling_level == "sequence"
 
     @property
-    def _has_mean_kl(self) -> bool:
-        """True if the KL divergence is multiplied by the ratio of a trajectory."""
-        return self._is_by_sequence and self.beta > 0 and self.use_bias_correction_kl
+    def _bounds(self) -> tuple[float, float]:
+        """Bounds of clipped ratios."""
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return 1 - self.epsilon, high + (self.loss_type != "cispo")
 
     def _scale(self, tokens: TileTokens) -> TileTokens:
         """The tokens, with logits divided by the temperature."""
@@ -295,10 +239,7 @@ class Policy(TokenObjective):
 
 
 def _estimate_kl(logps_X: Any, references_X: Any) -> Any:
-    """Estimate of the KL divergence from the reference model, at least 0.
-
-    Source: Schulman 2020, "Approximating KL divergence", k3.
-    """
+    """Estimate of the KL divergence from the reference model, at least 0: Schulman 2020, k3."""
     import jax.numpy as jnp
 
     differences_X = references_X - logps_X

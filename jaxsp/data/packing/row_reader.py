@@ -275,7 +275,8 @@ class Documents:
             chunks, parts = _read_chunks(dataset, stats[number] if stats else None, self.numbers)
             stored = np.concatenate([*map(np.diff, parts)])
             _check_lengths(dataset, stored, row_tokens, long_documents, is_whole=bool(self.numbers))
-            _check_numbers(dataset, chunks, parts, equal_numbers)
+            if self.numbers:
+                _check_numbers(dataset, chunks, parts, equal_numbers)
             is_in_split = np.ones(len(stored), bool)
             if held_out is not None:
                 is_in_split = np.repeat(held_out[number] == use_held_out, self.per_record)
@@ -557,26 +558,20 @@ def _check_numbers(
     equal_numbers: Sequence[str],
 ) -> None:
     """Checks that all loss tokens have the numbers of the chunks, and those of a document the same
-    `equal_numbers`. A document's first token is not predicted."""
-    num_before = 0
+    `equal_numbers`."""
+    begin = 0
     for chunk, starts in zip(chunks, borders, strict=True):
-        lengths = np.diff(starts)
-        has_loss = chunk.labels.read_all() != NO_LABEL
-        has_loss[starts[:-1][lengths > 0]] = False
-        targets = np.flatnonzero(has_loss)
-        document = np.repeat(np.arange(len(lengths)), lengths)[targets]
+        targets = np.flatnonzero(chunk.labels.read_all() != NO_LABEL)
+        document = np.searchsorted(starts, targets, side="right") - 1
         for name, stored in chunk.numbers.items():
             values = stored.read_all()[targets]
             wrong = document[~np.isfinite(values)]
             problem = f"has no {name}, which the objective needs. Add them"
             if name in equal_numbers and not len(wrong):
-                is_other = (np.diff(values) != 0) & (np.diff(document) == 0)
-                wrong = document[1:][is_other]
-                problem = (
-                    f"has different {name} of its tokens, and the objective needs one for the "
-                    "trajectory. Use objective.importance_sampling_level=token"
-                )
+                wrong = document[1:][(np.diff(values) != 0) & (np.diff(document) == 0)]
+                problem = f"has different {name} of its tokens, and the objective needs one for "
+                problem += "the trajectory. Use objective.importance_sampling_level=token"
             if len(wrong):
-                place = dataset[num_before + int(wrong[0])]["place"]
+                place = dataset[begin + int(wrong[0])]["place"]
                 raise UserError(f"{place}: {problem}, or leave the record out.", is_named=True)
-        num_before += len(lengths)
+        begin += len(starts) - 1
