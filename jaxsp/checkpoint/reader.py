@@ -167,10 +167,13 @@ def restore(
 
 def check_base(checkpoint: pathlib.Path, found: dict[str, str]) -> None:
     """Compares checksums of the frozen weights with a checkpoint's, those of a teacher only if
-    there is one now. Raises: UserError."""
+    both have one. Raises: UserError."""
     written = read_meta(checkpoint).base
-    if not any(map(_is_of_teacher, found)):
-        written = {name: value for name, value in written.items() if not _is_of_teacher(name)}
+    if not (any(map(_is_of_teacher, found)) and any(map(_is_of_teacher, written))):
+        found, written = (
+            {name: value for name, value in each.items() if not _is_of_teacher(name)}
+            for each in (found, written)
+        )
     changed = [name for name in sorted({*found, *written}) if found.get(name) != written.get(name)]
     if changed:
         name = changed[0].partition("/")[2]

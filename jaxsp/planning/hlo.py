@@ -589,7 +589,7 @@ class KernelCost:
     bytes_to_host: float
     efficiency: float
     """Rate of its matrix products relative to that of large ones."""
-    floor_s: float
+    min_s: float
     """Minimum seconds of a kernel whose steps follow one another; 0 for others."""
     num_runs: int
     begin_line: int
@@ -640,7 +640,7 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
             device_bytes=sum_bytes([*reads, *writes], on_host=False),
             bytes_from_host=sum_bytes(reads, on_host=True),
             bytes_to_host=sum_bytes(writes, on_host=True),
-            floor_s=_find_floor(program, start),
+            min_s=_find_min_s(program, start),
             num_runs=num_runs,
             begin_line=begin,
             end_line=end,
@@ -754,7 +754,7 @@ def _delta_rule_flops(name: str, arrays: Sequence[Sequence[tuple[str, Sequence[i
     return float(P * t * H * per_token)
 
 
-def _find_floor(program: Program, line: Instruction) -> float:
+def _find_min_s(program: Program, line: Instruction) -> float:
     """Minimum seconds of a kernel whose steps follow one another; 0 for others."""
     name = _DELTA_RULE.search(line.op_name) if line.calls(_MOSAIC) else None
     if name is None or name[1] not in _SERIAL_PASSES:

@@ -150,7 +150,7 @@ def estimate_step(
         kernel_s[kernel.line_number] = max(
             kernel.flops / (kernel.efficiency * ceilings.matmul_tflops * _TERA),
             kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
-            kernel.floor_s,
+            kernel.min_s,
         )
     forward_flops = flops.attention_flops(spec.model, segment_lengths) / spec.mesh.size
     # five products instead of two: the scores again, and both gradients of both products
@@ -165,11 +165,9 @@ def estimate_step(
         operations[2] = of_teacher / spec.mesh.size
     attention_s: dict[int, float] = {}
     runs = hlo.count_runs(compiled, lambda line: line.calls(prefix), include_branches=True)
-    forward_rate, backward_rate = (
-        ceilings.attention_forward_tflops,
-        ceilings.attention_backward_tflops,
-    )
-    passes = zip(operations, (forward_rate, backward_rate, forward_rate), strict=True)
+    forward_rate = ceilings.attention_forward_tflops
+    rates = (forward_rate, ceilings.attention_backward_tflops, forward_rate)
+    passes = zip(operations, rates, strict=True)
     for number, (num_operations, rate) in enumerate(passes):
         calls = {
             line.line_number: num_runs

@@ -111,14 +111,14 @@ def _check_sections(
                 if own.format == source.format
             ]
             if objective.format is None and fitting:
-                instead = "ignore the advantages: format: tokens"
+                problem = f"has advantages, and objective.type = {objective.type} reads none"
+                instead = "learn their tokens: format: tokens"
                 if source.num_documents > 1:
+                    problem = "has two documents in each record, and objective.type = "
+                    problem += f"{objective.type} compares none"
                     instead = "train on the chosen answers: format: prompt_completion, "
                     instead += "fields: {completion: chosen}"
-                yield (
-                    f"{field}: needs an objective for it. Set {errors.format_choices(fitting)}, or "
-                    f"{instead}."
-                )
+                yield (f"{field}: {problem}. Set {errors.format_choices(fitting)}, or {instead}.")
             if objective.format not in (None, source.format):
                 yield (
                     f"{field}: objective.type = {objective.type} needs records of format "

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import importlib.util
 import statistics
 import threading
 import time
@@ -259,7 +260,8 @@ class StepLog:
         duration = durations.describe(self._ended - self._began)
         out = "hf" if paths.is_url(directory) else f"{directory}/hf"
         evaluate = [f"eval {directory}"] if self._run.eval_sets else []
-        commands = [f"report {directory}", *evaluate, f"export {directory} {out}"]
+        report = [f"report {directory}"] if importlib.util.find_spec("plotly") else []
+        commands = [*report, *evaluate, f"export {directory} {out}"]
         loss = f"{first_loss} at step {start.step + 1}, mean of the last {recent_steps} {mean_loss}"
         return [
             ("trained", f"{num_steps}, {format_count(num_tokens, 'token')} in {duration}"),

@@ -77,7 +77,7 @@ def find_folder(objective: Distill, data: PackedDataset) -> pathlib.Path:
 
 
 def describe(objective: Distill, data: PackedDataset) -> dict[str, Any]:
-    """What the predictions depend on beside the tokens, as in meta.json."""
+    """Settings that the predictions depend on beside the tokens, as in meta.json."""
     names = "teacher teacher_quantization teacher_linear_dtype temperature top_k".split()
     return {name: getattr(objective, name) for name in names} | {"data": data.name}
 

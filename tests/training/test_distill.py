@@ -40,7 +40,7 @@ ROWS = batches.make_rows(SEGMENTS, num_tokens=ROW_TOKENS, vocab_size=VOCABULARY 
 
 
 class Right(NamedTuple):
-    """What torch computes."""
+    """Results of torch."""
 
     loss: float
     num_loss_tokens: int
@@ -135,7 +135,8 @@ def distill_in_torch(student: Any, teacher: Any, objective: Distill) -> Right:
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradients_and_counts_are_those_of_torch_and_trl(name, small_shards):
     case = CASES[name]
-    fields, teacher_fields = make_fields("qwen3"), make_fields(case.teacher, case.more_tokens)
+    fields = make_fields("qwen3")
+    teacher_fields = make_fields(case.teacher, case.more_tokens)
     models = [oracle.torch_model(each) for each in (fields, teacher_fields)]
     spec = make_spec(case, *map(model_config.parse_model_config, (fields, teacher_fields)))
     with oracle.float64():
@@ -160,8 +161,8 @@ def test_loss_gradients_and_counts_are_those_of_torch_and_trl(name, small_shards
 
 
 def test_a_model_with_an_adapter_learns_from_its_base_without_a_copy(small_shards):
-    """As from another model with the base's weights; at first, with B = 0, there is nothing to
-    learn."""
+    """Another model with the base's weights gives the same numbers. At first, with B = 0, there is
+    nothing to learn."""
     plain = model_config.parse_model_config(make_fields("qwen2"))
     lora = Lora(rank=4, scale=2.0, targets=("self_attn.q_proj", "mlp.down_proj"))
     student = dataclasses.replace(plain, lora=lora)
