@@ -11,10 +11,12 @@ import pytest
 
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
+from jaxsp.core.errors import UserError
 from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.token_objective import LENGTH, TileTokens
+from jaxsp.run import config_file
 from jaxsp.training import step_gradients
-from tests import batches, tolerances
+from tests import batches, messages, tolerances
 from tests.training import runs, trajectories
 
 VOCABULARY = 23
@@ -186,3 +188,38 @@ def test_a_step_is_that_of_trl_on_every_mesh(name, small_shards):
         "num_tokens": sum(trajectories.LENGTHS),
     }
     assert results["ratio_max"] >= results["ratio"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon = 0.1", "sapo"]),
+        ({"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0}, ["delta = 2.0", "cispo"]),
+        ({"loss_type": "cispo"}, ["epsilon_high", "epsilon_high=5.0"]),
+        ({"loss_type": "luspo"}, ["importance_sampling_level", "=sequence"]),
+        ({"loss_type": "vespo", **SEQUENCE}, ["importance_sampling_level", "=token"]),
+        ({"max_completion_length": 9}, ["max_completion_length = 9", "dapo"]),
+        ({"use_bias_correction_kl": False}, ["use_bias_correction_kl", "beta"]),
+    ],
+)
+def test_fields_without_effect_and_impossible_levels_are_refused(fields, says):
+    with pytest.raises(UserError, match=messages.containing(*says)):
+        config_file.parse(CONFIG | {"objective": {"type": "policy"} | fields})
+
+
+CONFIG = {
+    "run": {"directory": "x", "steps": 3},
+    "model": {"config": {}},
+    "data": {"train": [{"source": "x", "format": "trajectories"}], "row_tokens": 8},
+    "batch": {"rows_per_step": 8},
+    "optimizer": {"learning_rate": 1e-6},
+}
+
+
+def test_the_format_and_the_objective_need_each_other():
+    with pytest.raises(UserError, match=messages.containing("format = trajectories", "=policy")):
+        config_file.parse(CONFIG)
+    others = {"data": {"train": [{"source": "x", "format": "tokens"}], "row_tokens": 8}}
+    with pytest.raises(UserError, match="format: trajectories"):
+        config_file.parse(CONFIG | others | {"objective": {"type": "policy"}})
+    assert config_file.parse(CONFIG | {"objective": {"type": "policy"}}).objective == Policy()

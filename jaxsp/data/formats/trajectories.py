@@ -52,13 +52,12 @@ class Trajectories(TokenIds):
                     f"{len(has_loss):,} tokens. Give one for each token with a loss, or for each "
                     "token."
                 )
-            numbers = np.zeros(len(has_loss), np.float32)
             if values.shape == has_loss.shape:
                 values = values[has_loss]
-            numbers[has_loss] = values
-            if given is not None and not np.isfinite(numbers).all():
+            if given is not None and not (np.abs(values) <= np.finfo(np.float32).max).all():
                 raise UserError(f"{own} has numbers that are not finite in float32.")
-            columns[name] = numbers
+            columns[name] = np.zeros(len(has_loss), np.float32)
+            columns[name][has_loss] = values
         return {name: values[kept] for name, values in columns.items()}
 
 

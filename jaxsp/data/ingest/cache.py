@@ -138,14 +138,15 @@ def compute_stats(dataset: "datasets.Dataset") -> TokenStats:
             checksums += [compute_checksum(ids[start : start + BLOCK_IDS]) for start in starts]
             has_loss = np.flatnonzero(ids != NO_LABEL) if column == "labels" else None
             known = ids if has_loss is None else ids[has_loss]
-            for index in (known.argmin(), known.argmax()) if len(known) else ():
+            has_ids = len(known) and column not in TOKEN_NUMBERS
+            for index in (known.argmin(), known.argmax()) if has_ids else ():
                 place = index if has_loss is None else has_loss[index]
                 document = int(np.searchsorted(offsets, place, side="right")) - 1
                 ends.append((int(known[index]), num_documents + document))
             num_documents += len(offsets) - 1
         digests += [column, _digest_lengths(dataset, column), values.hexdigest()]
         blocks[column] = np.array(checksums, np.uint32)
-        if ends and column not in TOKEN_NUMBERS:
+        if ends:
             extremes[column] = [min(ends), max(ends, key=lambda end: (end[0], -end[1]))]
     return TokenStats(digests=digests, extreme_ids=extremes, block_checksums=blocks)
 
