@@ -15,7 +15,7 @@ import jaxsp
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
-from tests import batches, commands, markdown, test_api, tolerances
+from tests import batches, commands, markdown, test_api, tolerances, two_processes
 from tests.hf import oracle
 
 FIELDS = test_api.SETTINGS | {
@@ -146,3 +146,37 @@ def test_the_script_of_the_page_learns_its_reward(tmp_path):
     assert min(rewards[-5:]) > 0.9
     saved = safetensors.numpy.load_file(tmp_path / "models/base/model.safetensors")
     assert num_bytes == sum(array.nbytes for array in saved.values()) / 2
+
+
+SCRIPT = """
+import json
+import sys
+
+import jaxsp
+
+config, documents = json.loads(sys.argv[1])
+trainer = jaxsp.Trainer(config)
+records = [
+    {"input_ids": x, "loss_mask": [1] * len(x), "advantages": 1 / len(x), "old_logps": y.tolist()}
+    for x, y in zip(documents, trainer.logps(documents))
+]
+losses = [float(trainer.step(batch)["loss"]) for batch in trainer.pack(records)]
+sums = {name: float(abs(x).sum()) for shard in trainer.weights() for name, x in shard.items()}
+print(json.dumps([losses, [x["old_logps"] for x in records], sums]))
+"""
+
+
+@pytest.mark.e2e
+def test_two_processes_have_the_results_of_one(base):
+    fields = FIELDS | {"model": FIELDS["model"] | {"source": str(base)}}
+    fields["optimizer"] = {"name": "sgd", "learning_rate": 0.1}
+    documents = draw_documents(20, 9, 14, 30, 8)
+
+    fields["mesh"] = fields["mesh"] | {"virtual_cpu_devices": 8}
+    arguments = ("-c", SCRIPT, json.dumps([fields, documents]))
+    one = commands.run_python(*arguments)
+    outputs = [one.stdout, *(x for x, _ in two_processes.wait(two_processes.start(*arguments)))]
+    right, *made = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert made[0] == made[1], "every process has everything"
+    for actual, expected in zip(jax.tree.leaves(made[0]), jax.tree.leaves(right), strict=True):
+        assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
