@@ -109,7 +109,7 @@ class Parameter:
 
     @property
     def is_matrix(self) -> bool:
-        """True for all weights except biases, norms and filters.
+        """True for weights of two dims, such as projections and embeddings, except filters.
 
         Weight decay applies to matrices only.
         """
@@ -261,7 +261,8 @@ def divide_by_rms(x32: Float32[Array, "... D"], eps: float) -> Float32[Array, ".
 def declare_norm(
     dim: int, hf_name: str | None, config: ModelConfig, *, eps: float | None = None
 ) -> Norm | None:
-    """Args: eps: as in `Norm`."""
+    """Norm of a name in the files; None without a name: there is no such norm. Args: eps: as in
+    `Norm`."""
     return None if hf_name is None else Norm(dim, hf_name=hf_name, config=config, eps=eps)
 
 

@@ -114,8 +114,9 @@ class Evaluator:
         _ = self._compute_losses
 
     def for_texts(self) -> "Evaluator":
-        """Evaluator for texts: itself, unless its data have more than texts. Raises: UserError for
-        a reward model."""
+        """Evaluator for texts: itself if its batches have nothing else, or with a teacher in the
+        step; otherwise one with objective sft and no eval sets. Raises: UserError for a reward
+        model."""
         if isinstance(self.spec.objective, Sft) or self.spec.teacher is not None:
             return self
         if self.spec.model.has_scores:
@@ -146,23 +147,23 @@ class Evaluator:
         began = time.perf_counter()
         documents = DocumentSums(len(data.documents.lengths))
         positions = PositionSums(data.documents.lengths)
-        is_sft = not self.spec.objective.has_pairs
-        has_long_ppl = is_sft and self._has_long_ppl
-        takers = [documents.add, positions.add] if is_sft else [documents.add]
+        has_texts = not self.spec.objective.has_pairs
+        has_long_ppl = has_texts and self._has_long_ppl
+        takers = [documents.add, positions.add] if has_texts else [documents.add]
         if has_long_ppl:
             all_losses = DocumentLosses(data.documents.lengths)
             takers.append(all_losses.add)
         sums = self._run_batches(data, master, on_batch, takers)
         if self.spec.model.has_scores:  # a score predicts no token
             del sums["num_correct"]
-        if is_sft:
+        if has_texts:
             is_own = isinstance(self.spec.objective, TokenObjective)
             sums["cross_entropy_sum" if is_own else "loss_sum"] = documents.losses_D.sum()
         else:
             sums |= _sum_pairs(self.spec, data.documents, documents)
         values = metric_table.compute_metrics(sums)
         cross_entropy = values.get("cross_entropy", values["loss"])
-        has_perplexity = is_sft and cross_entropy < 700
+        has_perplexity = has_texts and cross_entropy < 700
         digest = identify_eval_set(data)["digest"] if all(data.digests) else None
         long_ppl_result = LongPPL(None, None)
         if has_long_ppl:

@@ -23,7 +23,7 @@ class PositionFields:
 
     loss_by_position: dict[str, float | None]
     """Mean loss of tokens by their position in the document, in buckets 0 to 127, 128 to 255, 256
-    to 511 and so on. Keys are the first positions. Empty with an objective other than sft."""
+    to 511 and so on. Keys are the first positions. Empty with objectives of pairs."""
     token_accuracy_by_position: dict[str, float]
     """token_accuracy of the same tokens."""
     num_loss_tokens_by_position: dict[str, int]

@@ -13,11 +13,11 @@ class Objective(ConfigSection):
     """Loss that training minimizes, and its settings."""
 
     type: str
-    """Training objective. All except sft learn from preferences; their loss is the mean over the
-    step's pairs."""
+    """Training objective. sft learns the tokens of the data, distill the predictions of a teacher.
+    The others learn from preferences, and their loss is the mean over the step's pairs."""
 
     format: ClassVar[str | None] = None
-    """Format of records that it needs; None for sft, which takes the others."""
+    """Format of records that it needs; None if it takes all formats of one document."""
     has_pairs: ClassVar[bool] = False
     """True if its losses are those of pairs of documents."""
     needs_reference: ClassVar[bool] = False

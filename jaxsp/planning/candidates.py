@@ -227,8 +227,9 @@ def _choose_rows(
 
 
 def _keeps_as_much(spec: StepSpec, reference: StepSpec, memory: MemoryLimit) -> bool:
-    """True if a step fits even if the formula predicts too little, recomputes no more than the
-    reference, and has no smaller tiles."""
+    """True if some memory options of a step with more rows in a microbatch fit, even if the formula
+    predicts too little, recompute no more than the reference, and have no smaller tiles; with the
+    same kernel."""
     if spec.attention.kernel.name != reference.attention.kernel.name:
         return False
     min_mlp_tile = reference.mlp_tile

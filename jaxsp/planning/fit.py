@@ -207,7 +207,7 @@ def compile_fitting_step(
     Raises: UserError if the step does not fit; RuntimeError if XLA ignored some offloading.
     """
 
-    def compile_candidate(candidate: StepSpec) -> jax.stages.Compiled:
+    def compile_and_print(candidate: StepSpec) -> jax.stages.Compiled:
         on_candidate(candidate)
         return train_step.compile(candidate)
 
@@ -223,7 +223,7 @@ def compile_fitting_step(
 
     memory = limits.find_limits(spec.mesh.devices.flat)
     usable = limits.subtract_reserves(spec, memory)
-    step = fit(spec, limit=usable, compile_step=compile_candidate, measure=measure)
+    step = fit(spec, limit=usable, compile_step=compile_and_print, measure=measure)
     check_offloads(step.spec, step.memory_use)
     # Refuse only what exceeds the real limits: reserves and estimates may be too large
     is_device_short = step.memory_use.device > memory.device

@@ -130,7 +130,7 @@ def _find_next_split(
     """
     devices = absent.make_devices(cluster.device_type, cluster.num_devices)
 
-    def split(row_tokens: int) -> tuple[int, int] | None:
+    def divide_kernel(row_tokens: int) -> tuple[int, int] | None:
         try:
             changed = config.change(row_tokens=row_tokens)
             choice = choose_attention(changed.attention, changed.rows, model, devices=devices)
@@ -139,18 +139,18 @@ def _find_next_split(
         # more chunks, or slots with less room
         return choice.settings.head_chunks, -choice.settings.capacity_factor
 
-    first = split(beyond)
+    first = divide_kernel(beyond)
     if first is None:
         return None
 
-    def is_split_more(row_tokens: int) -> bool:
-        found = split(row_tokens)
+    def needs_more_calls(row_tokens: int) -> bool:
+        found = divide_kernel(row_tokens)
         return found is not None and found > first
 
     lengths = range(beyond // unit * unit + unit, 2 * beyond // unit * unit + 1, unit)
-    if not is_split_more(lengths[-1]):
+    if not needs_more_calls(lengths[-1]):
         return None
-    return lengths[bisect.bisect_left(lengths, True, key=is_split_more)]
+    return lengths[bisect.bisect_left(lengths, True, key=needs_more_calls)]
 
 
 def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None) -> float:

@@ -75,7 +75,7 @@ def _mean_metric(name: str, meaning: str) -> Metric:
 METRICS = {
     "loss": Metric(
         "Mean loss over all loss tokens (not a mean of means over rows or devices); with an "
-        "objective other than sft, over all pairs. null if there are none or the loss is not "
+        "objective of pairs, over all pairs. null if there are none or the loss is not "
         "finite.",
         lambda sums: divide(sums["loss_sum"], sums["loss_weight"]),
     ),
@@ -112,8 +112,8 @@ METRICS = {
         operator.itemgetter("num_loss_tokens"),
     ),
     "num_pairs": Metric(
-        "Number of pairs of chosen and rejected, or of unpaired records. Objectives other than sft "
-        "have metrics of pairs.",
+        "Number of pairs of chosen and rejected, or of unpaired records. Only objectives "
+        "of preferences have metrics of pairs.",
         operator.itemgetter("num_pairs"),
         needs="num_pairs",
     ),

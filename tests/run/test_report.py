@@ -138,3 +138,11 @@ def test_the_command_writes_into_the_run_or_the_current_folder(tmp_path, monkeyp
         charts = shown.charts.get("Training loss", {"traces": []})
         assert len(charts["traces"]) == num_lines
     assert "-> a/empty.html (" in capsys.readouterr().out
+
+
+def test_charts_of_a_reward_model_have_scores(tmp_path):
+    lines = [line | {"chosen_logp": 1.0} for line in synthetic_runs.metrics_lines(3)]
+    objective = {"objective": {"type": "reward"}}
+    write_run(tmp_path / "reward", lines, config=CONFIG | objective)
+    shown = make_page(tmp_path, tmp_path / "reward")
+    assert "Score of chosen answers" in shown.charts

@@ -101,7 +101,10 @@ class SquareCall(Call):
     def make(
         cls, tokens: ChunkTokens, queries_k: Array, keys_k: Array, *, num_squares: int
     ) -> "SquareCall":
-        """Args: queries_k, keys_k: numbers of the chunks that queries and keys are from."""
+        """Finds the blocks of `num_squares` squares of each row.
+
+        Args: queries_k, keys_k: numbers of the chunks that queries and keys are from.
+        """
         queries_n = queries_k.reshape(num_squares, 2, -1)[:, 1]
         keys_n = keys_k.reshape(num_squares, 2, -1)[:, 0]
         return cls(num_squares, tokens.find_blocks(queries_n, keys_n))

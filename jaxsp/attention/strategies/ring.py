@@ -85,6 +85,7 @@ class Ring(Zigzag):
             return visit(results, kv, self.degree - 1)
 
         def visit_near(results: PartialAttention, index: Array) -> PartialAttention:
+            """Adds attention to the keys of a near device, which one hop brings here."""
             kv = jax.lax.switch(index, self._shifts(), [k, v])
             return visit(results, kv, jnp.asarray(ring_hops.near_hops(self.degree))[index])
 
@@ -129,6 +130,7 @@ class Ring(Zigzag):
             return dq, [x.astype(jnp.float32) for x in own_dkv]
 
         def visit_near(gradients: Sums, index: Array) -> Sums:
+            """Adds the gradients of a near device's keys, and sends them back in one hop."""
             dq, dkv = gradients
             kv = jax.lax.switch(index, self._shifts(), [k, v])
             zeros = [jnp.zeros(x.shape, jnp.float32) for x in kv]

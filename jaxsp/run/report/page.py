@@ -156,13 +156,14 @@ def _tabulate(columns: Iterable[Mapping[str, str]]) -> list[list[str]]:
 
 
 def draw(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Returns the charts that have a number, the losses first."""
+    """Returns the charts that have a number, the losses first; long series also as means over a
+    twentieth of their points."""
     charts: dict[str, Chart] = {}
     means = [name for name in METRICS if not name.startswith("num_")]
     for index, run in enumerate(runs):
         for field in dict.fromkeys([*CHARTS, *means]):
             title, axis = CHARTS.get(field, (field, {}))
-            if (run.config.get("objective") or {}).get("name") == "reward":
+            if (run.config.get("objective") or {}).get("type") == "reward":
                 title = title.replace("Log-probability", "Score")
             x, y = _read_numbers(run.steps, field)
             options = {"mode": "lines", "line": {"color": COLORS[index % len(COLORS)]}}

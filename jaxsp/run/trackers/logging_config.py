@@ -56,10 +56,11 @@ class LoggingConfig(ConfigSection):
 
     def check_installed(self) -> None:
         """Raises: UserError if the package of a tracker is not installed."""
-        for name in (tracker.type for tracker in self.trackers if isinstance(tracker, Service)):
-            if importlib.util.find_spec(name) is None:
+        for tracker in self.trackers:
+            name = tracker.type
+            if isinstance(tracker, Service) and importlib.util.find_spec(tracker.package) is None:
                 raise UserError(
                     f"logging.trackers = [{', '.join(each.type for each in self.trackers)}]: "
-                    f"{name} needs the package {name}, which is not installed. "
+                    f"{name} needs the package {tracker.package}, which is not installed. "
                     f"Use pip install 'jaxsp[{name}]'."
                 )

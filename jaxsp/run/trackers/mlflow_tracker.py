@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxsp.config import yaml_io
 from jaxsp.run.trackers.tracker import Client, Outcome, Service, TrackedRun, print_failure
@@ -23,6 +23,7 @@ class Mlflow(Service):
     run.directory/mlflow.db."""
 
     type: Literal["mlflow"] = "mlflow"
+    package: ClassVar[str] = "mlflow"
 
     def start(self, run: TrackedRun) -> Client:
         for setting in SETTINGS.split():

@@ -66,8 +66,10 @@ class Tracker(ConfigSection, abc.ABC):
 
 
 class Service(Tracker):
-    """Tracker with projects and names of runs. Its package and extra have the name of its type."""
+    """Tracker with projects and names of runs. Its extra has the name of its type."""
 
+    package: ClassVar[str]
+    """Module that must be installed."""
     project: Annotated[str | None, with_examples("long-context", min_length=1)] = None
     """Project in wandb, or experiment in mlflow. null: the environment variable WANDB_PROJECT or
     MLFLOW_EXPERIMENT_NAME, or jaxsp if it is not set."""

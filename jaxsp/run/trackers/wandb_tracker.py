@@ -5,7 +5,7 @@ W&B's environment variables hold, such as WANDB_API_KEY, WANDB_MODE, WANDB_ENTIT
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxsp.run.trackers.tracker import Client, Outcome, Service, TrackedRun
 from jaxsp.system import distributed
@@ -21,6 +21,7 @@ class Wandb(Service):
     """Weights & Biases; offline, in run.directory/wandb, without a login."""
 
     type: Literal["wandb"] = "wandb"
+    package: ClassVar[str] = "wandb"
 
     def start(self, run: TrackedRun) -> Client:
         import wandb
