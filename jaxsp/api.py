@@ -483,7 +483,7 @@ class Trainer:
 
         Args:
             dtype: of the tensors; None: model.compute_dtype.
-            max_bytes: size of the tensors that are yielded together, unless one alone is larger.
+            max_bytes: size of the tensors that are yielded together, except for one that is larger.
         Memory: these tensors on each host and, with several processes, a layer of a weight on each
             device.
         Raises: UserError with several processes and weights in host memory.
