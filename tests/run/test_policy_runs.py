@@ -17,7 +17,8 @@ def write_trajectories(path, *, num_records):
     rng = np.random.default_rng(4)
     records = []
     for _ in range(num_records):
-        length, num_prompt = rng.integers(10, 40), rng.integers(1, 8)
+        length = rng.integers(10, 40)
+        num_prompt = rng.integers(1, 8)
         num_sampled = int(length - num_prompt)
         record = {
             "input_ids": rng.integers(0, 257, length).tolist(),
