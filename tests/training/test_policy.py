@@ -162,7 +162,13 @@ def only_batch(spec, drawn):
     return batch
 
 
-@pytest.mark.parametrize("name", MESHES)
+IN_DEFAULT_TIER = ("1x8", "2x4")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in IN_DEFAULT_TIER else pytest.mark.e2e) for x in MESHES],
+)
 def test_a_step_is_that_of_trl_on_every_mesh(name, small_shards):
     spec = make_spec(MESHES[name])
     objective = spec.objective
