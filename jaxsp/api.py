@@ -21,10 +21,12 @@ from jaxsp.config.yaml_io import format_value
 from jaxsp.core import exit_codes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.core.units import format_count
+from jaxsp.core.units import GIB, format_count
 from jaxsp.data import in_memory
 from jaxsp.data.chat import chat_template
+from jaxsp.data.formats.trajectories import Trajectories
 from jaxsp.data.ingest import sources
+from jaxsp.data.ingest.cache import make_lists
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -35,10 +37,13 @@ from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft, published
-from jaxsp.hf.weights import check_target, export_model, open_other_parts
+from jaxsp.hf.multimodal import OtherParts
+from jaxsp.hf.weights import check_target, export_model, list_tensors, open_other_parts
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.objectives.objective import Sft
+from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.registry import OBJECTIVES
+from jaxsp.objectives.token_objective import TileTokens
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import absent, fit, planner
 from jaxsp.planning.planner import Plan
@@ -139,6 +144,11 @@ class Trainer:
         trains = bool(self.config.data.train)
         if trains and has_weights:
             problems.append("has_weights = True: data.train has no weights of tokens. Use pack.")
+        if has_weights and self.config.objective.needs:
+            problems.append(
+                f"has_weights = True: objective.type = {self.config.objective.type} weighs tokens "
+                "by their advantages. Use has_weights=False."
+            )
         if loss is not None and not isinstance(self.config.objective, Sft):
             problems.append(
                 f"loss: objective.type = {self.config.objective.type} has a loss of its own. Leave "
@@ -171,6 +181,7 @@ class Trainer:
             self.spec, self.model.eval_sets, has_long_ppl=self.config.eval.long_ppl
         )
         self._generator: Generator | None = None
+        self._scorer: Evaluator | None = None
 
     @property
     def state(self) -> TrainState:
@@ -296,6 +307,22 @@ class Trainer:
         Returns: the text of each answer, without the tokens that end it.
         Raises: UserError for prompts that are empty or too long, and for a reward model.
         """
+        answers = self.generate_ids(
+            prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
+        tokenizer = self._load_tokenizer()
+        return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+
+    def generate_ids(
+        self,
+        prompts: Iterable[Any],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """Token ids of answers, with the token that ends one: see `generate`."""
         tokenizer = self._load_tokenizer()
         encoder = TextEncoder(tokenizer)
         vocab_size = self.spec.model.vocab_size
@@ -324,14 +351,13 @@ class Trainer:
         small_files = self.model.small_files
         stop_ids = stop_tokens.list_stop_ids(self.model.hf_config, small_files, tokenizer)
         self._generator = self._generator or Generator(self.spec)
-        answers = self._generator.generate(
+        return self._generator.generate(
             self.state.master,
             ids,
             max_new_tokens=max_new_tokens,
             stop_ids=stop_ids,
             sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
         )
-        return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
 
     def evaluate_sets(self) -> list[Line]:
         """Evaluates the eval sets and the retrieval tasks of the config with these weights.
@@ -368,6 +394,7 @@ class Trainer:
         *,
         labels: NumberLists | None = None,
         weights: NumberLists | None = None,
+        epochs: int | None = None,
     ) -> Iterator[Batch]:
         """Packs documents of token ids into rows, and yields the batches of run.steps steps.
 
@@ -384,6 +411,9 @@ class Trainer:
                 None: every token is a label.
             weights: a weight for the loss of predicting each token, finite and at least 0; needs
                 `Trainer(..., has_weights=True)`.
+            epochs: number of times that each document is used, instead of run.steps steps; rows of
+                the last batch may be empty. 1 with the objective policy, whose documents are
+                records of the format trajectories, with labels of their own.
         Returns: batches; shapes: see `core.batch.Batch`.
         Raises:
             UserError for ids outside the vocabulary, lists of another length than their document's,
@@ -401,10 +431,82 @@ class Trainer:
             raise UserError(
                 f"weights: the Trainer has has_weights={self.spec.has_weights}. {suggestion}"
             )
-        data = self._pack("documents", documents, labels, weights)
-        schedule = data.make_schedule(self.spec.config.rows_per_step, num_steps=self.spec.num_steps)
+        needs = self.spec.objective.needs
+        data = self._pack("documents", documents, labels, weights, needs=needs)
+        if needs and epochs is None:
+            epochs = 1
+        num_steps = self.spec.num_steps if epochs is None else None
+        schedule = data.make_schedule(
+            self.spec.config.rows_per_step, num_steps=num_steps, epochs=epochs
+        )
         loader = data.make_loader(schedule, self.spec.placement)
         return (batch for batch, _ in loader.batches())
+
+    def logps(self, documents: NumberLists) -> list[np.ndarray]:
+        """Log-probability of each token of some documents after those before it, by these weights
+        and at the temperature of the objective policy. Compiles at the first call.
+
+        All processes must call it together with the same documents, and get all of them.
+
+        Args: documents: token ids of each document, at least two and at most data.row_tokens.
+        Returns: float32 arrays of the documents' lengths; the first token has 0.
+        """
+        objective = self.spec.objective
+        temperature = objective.temperature if isinstance(objective, Policy) else 1.0
+
+        def compute_losses(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
+            return -TileTokens(logits_XV=logits_TV / temperature, labels_X=labels_T).logps_X
+
+        if self._scorer is None:
+            self._scorer = self._evaluator.for_texts()
+            if self._scorer.spec.teacher is None:  # otherwise, it computes cross entropies
+                spec = dataclasses.replace(self._scorer.spec, loss=compute_losses)
+                self._scorer = Evaluator(spec, ())
+        documents = [*documents]
+        data = self._pack("documents", documents)
+        for number, length in enumerate(map(len, documents)):
+            if not 2 <= length <= self.spec.config.row_tokens:
+                raise UserError(
+                    f"documents[{number}]: has {format_count(length, 'token')}, but must have at "
+                    f"least 2 and at most data.row_tokens, {self.spec.config.row_tokens:,}."
+                )
+        losses = self._scorer.compute_losses(data, self.state.master)
+        return [np.append(0, -values[:-1]).astype(np.float32) for values in losses]
+
+    def weights(
+        self, *, dtype: Literal["bfloat16", "float32"] | None = None, max_bytes: int = 2 * GIB
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yields the weights for an inference engine: tensors by their Hugging Face names, some at
+        a time. Adapters are merged into them.
+
+        All processes must read all of it together, and get the same tensors.
+
+        Args:
+            dtype: of the tensors; None: model.compute_dtype.
+            max_bytes: size of the tensors that are yielded together, except for one that is larger.
+        Memory: these tensors on each host and, with several processes, a layer of a weight on each
+            device.
+        Raises: UserError with several processes and weights in host memory.
+        """
+        spec = self.spec
+        table = spec.table
+        arrays = merging.make_layer_readers(
+            spec.select_own(self.state.master), table=table, mesh=spec.mesh
+        )
+        if spec.config.has_frozen_weights:
+            table, arrays = merging.merge_state(arrays, table=table, model=spec.model)
+        parts = self._open_other_parts(None)
+        shard: dict[str, np.ndarray] = {}
+        num_bytes = 0
+        named = list_tensors(arrays, table, dtype or self.config.model.compute_dtype)
+        for name, tensor in named.items():
+            if shard and num_bytes + tensor.num_bytes > max_bytes:
+                yield shard
+                shard = {}
+                num_bytes = 0
+            shard[name if parts is None else parts.text_names[name]] = tensor.to_numpy()
+            num_bytes += tensor.num_bytes
+        yield shard
 
     def step(self, batch: Batch) -> StepResults:
         """Trains on a batch. Its metrics are arrays by name; reading one waits for the step.
@@ -430,7 +532,7 @@ class Trainer:
                 "evaluate: the objective needs pairs. Name them in data.eval, and use "
                 "evaluate_sets."
             )
-        data = self._pack(name, documents, labels, None)
+        data = self._pack(name, documents, labels, needs=self.spec.objective.needs)
         return self._evaluator.evaluate(data, self.state.master, num_steps=int(self.state.step))
 
     def save(
@@ -460,20 +562,7 @@ class Trainer:
         weights = self.spec.select_own(self._prepare_to_save(directory))
         model_folder = self.model.model_folder
         fields = self.model.hf_config
-        parts = None
-        if multimodal.are_exported(fields):
-            whole = model_folder if source is None else folder.find(source, field="source")
-            if whole is None:
-                raise UserError(
-                    f"source: {fields['model_type']} is saved with the other parts of a multimodal "
-                    "checkpoint. Name its folder."
-                )
-            parts = open_other_parts(whole, self.spec.model)
-        elif source is not None:
-            raise UserError(
-                f"source = {source}: {fields['model_type']} is saved without parts of another "
-                "folder. Leave it out."
-            )
+        parts = self._open_other_parts(source)
         table = self.spec.table
         if self.spec.config.has_frozen_weights:
             table, weights = merging.merge_state(weights, table=table, model=self.spec.model)
@@ -517,6 +606,27 @@ class Trainer:
         tokenizers.correct_file(pathlib.Path(directory))
         export_command.write_chat_template(self.model.config, pathlib.Path(directory))
 
+    def _open_other_parts(self, source: str | None) -> OtherParts | None:
+        """Other parts of a multimodal checkpoint, for families that are saved with them. Raises:
+        UserError: see `save`."""
+        fields = self.model.hf_config
+        if multimodal.are_exported(fields):
+            whole = self.model.model_folder
+            if source is not None:
+                whole = folder.find(source, field="source")
+            if whole is None:
+                raise UserError(
+                    f"source: {fields['model_type']} is saved with the other parts of a multimodal "
+                    "checkpoint. Name its folder."
+                )
+            return open_other_parts(whole, self.spec.model)
+        if source is not None:
+            raise UserError(
+                f"source = {source}: {fields['model_type']} is saved without parts of another "
+                "folder. Leave it out."
+            )
+        return None
+
     def _load_tokenizer(self) -> "transformers.PreTrainedTokenizerBase":
         """The model's tokenizer. Raises: UserError if there is none."""
         if self.model.tokenizer is not None:
@@ -541,12 +651,20 @@ class Trainer:
         self,
         name: str,
         documents: NumberLists,
-        labels: NumberLists | None,
-        weights: NumberLists | None,
+        labels: NumberLists | None = None,
+        weights: NumberLists | None = None,
+        *,
+        needs: tuple[str, ...] = (),
     ) -> PackedDataset:
-        """Checks documents and plans their rows. Args: name: of the data set."""
+        """Checks documents and plans their rows. Args: name: of the data set. needs: numbers
+        of tokens that records have."""
         import datasets
 
+        numbers: dict[str, pa.LargeListArray] = {}
+        if needs:
+            if labels is not None:
+                raise UserError("labels: trajectories have a loss_mask of their own. Leave it out.")
+            documents, labels, numbers = _read_trajectories(documents)
         vocab_size = self.spec.model.vocab_size
 
         def is_id(values: np.ndarray) -> np.ndarray:
@@ -569,13 +687,29 @@ class Trainer:
         columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
         with at("documents"):
             packed = Documents(
-                [datasets.Dataset(pa.table(columns))],
+                [datasets.Dataset(pa.table(columns | numbers))],
                 source_names=["documents"],
                 row_tokens=self.spec.config.row_tokens,
                 long_documents=self.config.data.long_documents,
+                numbers=needs,
+                equal_numbers=self.spec.objective.needs_equal,
             )
         # Digests are for comparisons with checkpoints and other processes
         return dataset.pack_documents(name, packed, **self.spec.config.packing, digests=[""])
+
+
+def _read_trajectories(
+    records: Iterable[Any],
+) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, pa.LargeListArray]]:
+    """Token ids, labels and numbers of records of the format trajectories. Raises: UserError."""
+    source = Trajectories(source="memory")
+    entries = []
+    for number, record in enumerate(records):
+        with at(f"documents[{number}]"):
+            entries.append(source.convert(record))
+    column = lambda name: [entry[name] for entry in entries]
+    numbers = {name: make_lists(column(name)) for name in source.numbers if entries}
+    return column("input_ids"), column("labels"), numbers
 
 
 def plan(

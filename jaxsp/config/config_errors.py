@@ -292,11 +292,14 @@ class Schema:
         field = counterpart.field if counterpart is not None else None
         return field if field is None or "=" in field else self.format_example(field)
 
-    def coerce_value(self, name: str, value: Any) -> Any:
-        """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
+    def coerce_value(self, name: str, value: Any, own: Section | None = None) -> Any:
+        """Returns a value as the field accepts it (3 for 3.0), or None if it does not.
+        Args: own: class of the section; None: any that has the field."""
         path = name.split(".")
         is_whole = isinstance(value, float) and value.is_integer()
         for section, _ in self.find_fields(path):
+            if own not in (None, section):
+                continue
             for candidate in (value, int(value)) if is_whole else (value,):
                 try:
                     section.model_validate({path[-1]: candidate})
@@ -312,10 +315,11 @@ class Schema:
         """The first sentence about a field, and a value that works; the fields of a section.
         Args: own: class of the section, if it is known."""
         found = [section for section, _ in self.find_fields(path)]
-        for section in [own] if own in found else found[:1]:
+        own = own if own in found else None
+        for section in found[:1] if own is None else [own]:
             assert section is not None
             if description := _find_description(section, path[-1]):
-                example = self.format_example(".".join(path), value)
+                example = self.format_example(".".join(path), value, own)
                 return f" {_first_sentence(description)} For example {example}."
         sections = self.find_sections(path)
         if not sections:
@@ -325,8 +329,11 @@ class Schema:
         names = dict.fromkeys(name for section in sections for name in section.model_fields)
         return f" {title} Its fields: {', '.join(names)}."
 
-    def format_example(self, name: str, value: Any = None) -> str | None:
-        """Returns `field=value` with a value that works, if possible one near an invalid value."""
+    def format_example(
+        self, name: str, value: Any = None, own: Section | None = None
+    ) -> str | None:
+        """Returns `field=value` with a value that works, if possible one near an invalid value.
+        Args: own: see `coerce_value`."""
         path = name.split(".")
         found = self.find_fields(path)
         if not found or len(path) == 1:
@@ -340,7 +347,7 @@ class Schema:
             choices = [*inner.by_name()]
             example = inner.find(example)
         candidates = [
-            self.coerce_value(name, value) if value is not None else None,
+            self.coerce_value(name, value, own) if value is not None else None,
             errors.find_nearest(str(value), choices),
             example,
         ]

@@ -20,8 +20,9 @@ from jaxsp.data.formats.chats import Messages, PromptCompletion
 from jaxsp.data.formats.pairs import Preference, Unpaired
 from jaxsp.data.formats.plain import Text, Tokens
 from jaxsp.data.formats.source import Source
+from jaxsp.data.formats.trajectories import Trajectories
 
-FORMATS = (Text, Messages, PromptCompletion, Preference, Unpaired, Tokens)
+FORMATS = (Text, Messages, PromptCompletion, Preference, Unpaired, Tokens, Trajectories)
 
 FORMAT = Choice(selector="format", types=FORMATS)
 

@@ -16,6 +16,7 @@ _FORMATS = {
     "unpaired": {"prompt", "completion", "label"},
     "prompt_completion": {"prompt", "completion"},
     "messages": {"messages"},
+    "trajectories": {"input_ids", "advantages"},
     "tokens": {"input_ids"},
     "text": {"text"},
 }

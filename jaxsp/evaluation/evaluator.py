@@ -198,6 +198,13 @@ class Evaluator:
         self._run_batches(data, master, on_batch, [documents.add])
         return documents
 
+    def compute_losses(self, data: PackedDataset, master: layers.Weights) -> list[np.ndarray]:
+        """Loss of each token of each document, NaN without a label, float64."""
+        lengths = data.documents.lengths
+        losses = DocumentLosses(lengths)
+        self._run_batches(data, master, lambda: None, [losses.add])
+        return [losses.read(number, 0, length) for number, length in enumerate(lengths)]
+
     def _run_batches(
         self,
         data: PackedDataset,

@@ -22,10 +22,18 @@ class Objective(ConfigSection):
     """True if its losses are those of pairs of documents."""
     needs_reference: ClassVar[bool] = False
     """True if it compares with a reference model."""
-    needs: ClassVar[tuple[str, ...]] = ()
-    """Names of numbers of each token that records must have."""
     needs_step: ClassVar[bool] = False
     """True if the loss of a pair depends on other pairs of the step."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of numbers of each token that records must have."""
+        return ()
+
+    @property
+    def needs_equal(self) -> tuple[str, ...]:
+        """Those of `needs` that must be equal for all loss tokens of a document."""
+        return ()
 
 
 class Sft(Objective):

@@ -10,7 +10,7 @@ Dims: X tokens of a tile, V vocabulary.
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxsp.objectives.objective import Objective
 
@@ -31,7 +31,8 @@ class TileTokens:
     teacher_logits_XV: "Array | None" = None
     """Logits of the teacher, if the objective has one."""
     numbers: Mapping[str, "Array"] = dataclasses.field(default_factory=dict)
-    """Other numbers of each token, float32[X] by name: those of `Objective.needs`."""
+    """Other numbers of each token, float32[X] by name: those of `Objective.needs`, and for an
+    objective by document LENGTH and `TokenObjective.sum_over_documents`."""
 
     @property
     def logps_X(self) -> "Array":
@@ -44,8 +45,16 @@ class TileTokens:
         return chosen_X1[:, 0] - jax.nn.logsumexp(self.logits_XV, axis=-1)
 
 
+LENGTH = "length"
+"""Name of the number of loss tokens of each token's document, at least 1."""
+
+
 class TokenObjective(Objective, abc.ABC):
-    """Objective whose loss is that of single tokens; the step's loss is their mean."""
+    """Objective whose loss is that of single tokens; the step's loss is their mean, unless
+    `find_divisor` says otherwise."""
+
+    is_by_document: ClassVar[bool] = False
+    """True if losses depend on the documents of tokens, which are then never cut."""
 
     @abc.abstractmethod
     def losses(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
@@ -61,3 +70,20 @@ class TokenObjective(Objective, abc.ABC):
         """Losses and numbers of the tokens of a tile, with their cross entropies."""
         losses_X, numbers = self.losses(tokens)
         return losses_X, {"cross_entropy": -tokens.logps_X} | numbers
+
+    @property
+    def has_document_sums(self) -> bool:
+        """True if losses depend on `sum_over_documents`. A step then computes all logits twice."""
+        return False
+
+    def sum_over_documents(self, tokens: TileTokens) -> dict[str, Any]:
+        """Numbers of each token, float32[X] by name, whose sums over the loss tokens of its
+        document are among the numbers that `losses` gets, without a gradient."""
+        return {}
+
+    def find_divisor(self, counts: Mapping[str, Any]) -> Any:
+        """Number that the sum of the losses of a step is divided by.
+
+        Args: counts: `num_loss_tokens` and, by document, `num_trajectories` of the whole step.
+        """
+        return counts["num_loss_tokens"]

@@ -301,7 +301,7 @@ def plan_step(
 def _has_split_pairs(config: StepConfig, document_tokens: int | None) -> bool:
     """True if the objective needs pairs, and a row does not hold two of the documents."""
     row_tokens = config.row_tokens
-    return config.objective.format is not None and 2 * (document_tokens or row_tokens) > row_tokens
+    return config.objective.has_pairs and 2 * (document_tokens or row_tokens) > row_tokens
 
 
 def fits_larger_microbatch(fitted: CompiledStep) -> bool:

@@ -106,24 +106,26 @@ def _check_sections(
     for name in ("train", "eval"):
         for number, source in enumerate(getattr(data, name)):
             field = f"data.{name}.{number}.format = {source.format}"
-            if objective.format is None and source.num_documents > 1:
-                fitting = [
-                    f"objective.type={own.model_fields['type'].default}"
-                    for own in OBJECTIVES
-                    if own.format == source.format
-                ]
-                yield (
-                    f"{field}: has two documents in each record, and objective.type = "
-                    f"{objective.type} compares none. Set {errors.format_choices(fitting)}, or "
-                    "train on the chosen answers: format: prompt_completion, fields: {completion: "
-                    "chosen}."
-                )
+            fitting = [
+                f"objective.type={own.model_fields['type'].default}"
+                for own in OBJECTIVES
+                if own.format == source.format
+            ]
+            if objective.format is None and fitting:
+                problem = f"has advantages, and objective.type = {objective.type} reads none"
+                instead = "learn their tokens: format: tokens"
+                if source.num_documents > 1:
+                    problem = "has two documents in each record, and objective.type = "
+                    problem += f"{objective.type} compares none"
+                    instead = "train on the chosen answers: format: prompt_completion, "
+                    instead += "fields: {completion: chosen}"
+                yield (f"{field}: {problem}. Set {errors.format_choices(fitting)}, or {instead}.")
             if objective.format not in (None, source.format):
                 yield (
                     f"{field}: objective.type = {objective.type} needs records of format "
                     f"{objective.format}. Use format: {objective.format}, or objective.type=sft."
                 )
-    if objective.format is not None and data.max_segments_per_row < 2:
+    if objective.has_pairs and data.max_segments_per_row < 2:
         yield (
             f"data.max_segments_per_row = {data.max_segments_per_row}: must be at least 2 "
             f"with objective.type = {objective.type}, so that a row holds a pair of documents. "

@@ -162,6 +162,8 @@ def _pack_sources(
                 long_documents=config.data.long_documents,
                 stats=[part.stats for part in parts],
                 has_scores=config.objective.type == "reward",
+                numbers=config.objective.needs,
+                equal_numbers=config.objective.needs_equal,
             )
         digests = [part.stats.digest for part in parts]
         if masks is not None:

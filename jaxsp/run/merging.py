@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import checksums, reader
+from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, weights
 from jaxsp.hf.weights import WeightReader
@@ -63,7 +65,8 @@ def merge_state(
 ) -> tuple[layers.Weights, layers.Weights]:
     """The whole model of all weights of a run with frozen weights, like `merge_base`.
 
-    Args: weights: arrays of this process's devices or numpy's, or readers of weights in files.
+    Args: weights: arrays of this process's devices or numpy's, readers of weights in files, or
+        functions: see `make_layer_readers`.
     """
     read: dict[tuple[Any, ...], ReadLayer] = {}  # by name, rows and layers
 
@@ -77,10 +80,41 @@ def merge_state(
     return plain_table, jax.tree.map(merge, plain_table)
 
 
+def make_layer_readers(
+    weights: layers.Weights, *, table: layers.Weights, mesh: Mesh
+) -> layers.Weights:
+    """Functions that copy a layer of a weight, as it is stored, to the host of every process.
+
+    Moves: the layer to all devices, if there are several processes, which must call together.
+    Raises: UserError with several processes, if weights are in host memory.
+    """
+    whole = NamedSharding(mesh, PartitionSpec())
+    take = jax.jit(lambda array, index: array[index], out_shardings=whole)
+    copy = jax.jit(lambda array: array, out_shardings=whole)
+
+    def read(param: Parameter, stored: Any, layer: int | None) -> Any:
+        def read_array(array: Any) -> np.ndarray:
+            if array.is_fully_addressable:
+                array = np.asarray(array) if host_memory.is_on_host(array) else array
+                return np.asarray(array if layer is None else array[param.find(layer)])
+            if host_memory.is_on_host(array):
+                raise UserError(
+                    "weights: with several processes, they must be on the devices. Use "
+                    "memory.offload_optimizer=none."
+                )
+            return np.asarray(copy(array) if layer is None else take(array, param.find(layer)))
+
+        return jax.tree.map(read_array, stored)
+
+    return jax.tree.map(lambda *each: functools.partial(read, *each), table, weights)
+
+
 def _read_layer(param: Parameter, stored: Any, layer: int | None) -> np.ndarray:
     """A layer, float32 and without padding, as training used it."""
     if isinstance(stored, WeightReader):
         stored = quantization.encode(param, _read_tensor(stored, param, layer))
+    elif callable(stored):
+        stored = stored(layer)
     elif layer is not None:
         stored = jax.tree.map(lambda x: x[param.find(layer)], stored)
     stored = jax.tree.map(np.asarray, stored)

@@ -254,6 +254,21 @@ def compute_token_losses(
     return join(losses_TX), join(is_correct_TX), sums
 
 
+def compute_numbers(
+    tokens: Tile, head: Head, compute: Callable[[TileTokens], dict[str, Array]]
+) -> dict[str, Float32[Array, "B l"]]:
+    """Numbers of each of this device's tokens, 0 without a label; without gradients."""
+    tokens = jax.lax.stop_gradient(tokens)
+    heads = head.gather_weights(jax.lax.stop_gradient(head.shard))
+    measure = lambda tile: (tile.logits_XV[:, 0], compute(tile))
+    head = dataclasses.replace(head, tile_loss=measure)
+    numbers_TX = jax.lax.map(
+        lambda tile: head.compute_tile(heads, tile).measured, tokens.split(head.tile)
+    )
+    join = functools.partial(tiling.join_tiles, tile_ndim=1, lead=tokens.labels_X.shape)
+    return jax.tree.map(join, numbers_TX)
+
+
 def compute_top_k(
     tokens: Tile, head: Head, *, top_k: int, temperature: float, vocab_size: int
 ) -> tuple[Int32[Array, "B l K"], Float32[Array, "B l K1"]]:

@@ -56,6 +56,12 @@ def _mean_of(name: str, sums: Sums) -> Any:
     return divide(sums[f"{name}_sum"], sums[f"num_{name.split('_')[0]}"])
 
 
+def _token_mean(name: str, meaning: str) -> Metric:
+    """Metric that is a mean over loss tokens: see `TokenObjective.losses`."""
+    compute = lambda sums: divide(sums[f"{name}_sum"], sums["num_loss_tokens"])
+    return Metric(meaning, compute, needs=f"{name}_sum")
+
+
 def _mean_metric(name: str, meaning: str) -> Metric:
     """Metric that is a mean over the answers of one kind."""
     return Metric(
@@ -79,21 +85,18 @@ METRICS = {
         lambda sums: divide(sums["num_correct"], sums["num_loss_tokens"]),
         needs="num_correct",
     ),
-    "cross_entropy": Metric(
+    "cross_entropy": _token_mean(
+        "cross_entropy",
         "Mean cross entropy of the loss tokens, if the objective has another loss for them.",
-        lambda sums: divide(sums["cross_entropy_sum"], sums["num_loss_tokens"]),
-        needs="cross_entropy_sum",
     ),
-    "divergence": Metric(
+    "divergence": _token_mean(
+        "divergence",
         "Mean divergence from the teacher's predictions, without the term of sft_weight. Of the "
         "objective distill, like teacher_agreement.",
-        lambda sums: divide(sums["divergence_sum"], sums["num_loss_tokens"]),
-        needs="divergence_sum",
     ),
-    "teacher_agreement": Metric(
+    "teacher_agreement": _token_mean(
+        "teacher_agreement",
         "Fraction of loss tokens for which model and teacher have the same top-1 prediction.",
-        lambda sums: divide(sums["teacher_agreement_sum"], sums["num_loss_tokens"]),
-        needs="teacher_agreement_sum",
     ),
     "num_rows": Metric(
         "Number of rows with at least one segment.", operator.itemgetter("num_rows")
@@ -147,6 +150,31 @@ METRICS = {
         "Reference point of kto: mean log-ratio of mismatched answers over the step, at least 0.",
         lambda sums: divide(sums["kl_sum"], sums["num_pairs"]),
         needs="kl_sum",
+    ),
+    "num_trajectories": Metric(
+        "Number of trajectories. It and the next six are metrics of the objective policy.",
+        operator.itemgetter("num_trajectories"),
+        needs="num_trajectories",
+    ),
+    "ratio": _token_mean(
+        "ratio",
+        "Mean ratio of a loss token's probabilities by the model and by the one that sampled it; "
+        "with importance_sampling_level sequence, of its trajectory.",
+    ),
+    "ratio_max": Metric("Largest ratio.", operator.itemgetter("ratio_max"), needs="ratio_max"),
+    "clip_low": _token_mean(
+        "clip_low",
+        "Fraction of loss tokens with a negative advantage and a ratio below the lower bound.",
+    ),
+    "clip_high": _token_mean(
+        "clip_high",
+        "Fraction of loss tokens with a positive advantage and a ratio above the upper bound.",
+    ),
+    "reference_kl": _token_mean(
+        "reference_kl", "Mean KL divergence from the reference model, as in the loss, before beta."
+    ),
+    "entropy": _token_mean(
+        "entropy", "Mean entropy of the predictions at loss tokens, at the objective's temperature."
     ),
     "router_max_load": Metric(
         "Tokens of the busiest expert relative to the mean over experts, in the layer where that "
@@ -212,10 +240,9 @@ MAXIMUM = "_max"
 
 def add(sums: Sums, others: Sums) -> Sums:
     """Adds sums over two parts; takes the larger of two maxima."""
+    larger = lambda x, y: (jnp if isinstance(x, jax.Array) else np).maximum(x, y)
     return {
-        name: jax.tree.map(
-            np.maximum if name.endswith(MAXIMUM) else operator.add, value, others[name]
-        )
+        name: jax.tree.map(larger if name.endswith(MAXIMUM) else operator.add, value, others[name])
         for name, value in sums.items()
     }
 

@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jaxsp.blocks import dropout, layers
 from jaxsp.blocks.dropout import Keys
 from jaxsp.core import axes
-from jaxsp.core.batch import Batch, step_row_index
+from jaxsp.core.batch import NO_LABEL, Batch, step_row_index
 from jaxsp.experts import balance
 from jaxsp.model import decoder
-from jaxsp.objectives.token_objective import TokenObjective
+from jaxsp.objectives.token_objective import LENGTH, TokenObjective
 from jaxsp.sharding.sharding import Shard
 from jaxsp.system import device_mesh
-from jaxsp.training import loss, metric_table, pair_losses
+from jaxsp.training import loss, metric_table, pair_losses, segments
 from jaxsp.training.loss import Head, Tile, TileLoss
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec
@@ -158,7 +158,25 @@ def _run_model(
         numbers["teacher_logps"] = jax.lax.bitcast_convert_type(bits_BlK, jnp.float32)
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
     tokens = Tile(hidden_BlD, batch.labels_BL, batch.weights_BL, numbers)
-    return tokens, dataclasses.replace(head, teacher=teacher), statistics
+    head = dataclasses.replace(head, teacher=teacher)
+    objective = spec.objective
+    if isinstance(objective, TokenObjective) and objective.is_by_document:
+        tokens = tokens._replace(
+            numbers=numbers | _sum_documents(spec, objective, batch, tokens, head)
+        )
+    return tokens, head, statistics
+
+
+def _sum_documents(
+    spec: StepSpec, objective: TokenObjective, batch: Batch, tokens: Tile, head: Head
+) -> dict[str, Array]:
+    """Numbers of the document of each token, which an objective by document needs."""
+    has_label_Bl = (batch.labels_BL != NO_LABEL).astype(jnp.float32)
+    sums = {}
+    if objective.has_document_sums:
+        sums = loss.compute_numbers(tokens, head, objective.sum_over_documents)
+    spread = functools.partial(segments.sum_over_segments, spec, rows=batch)
+    return jax.tree.map(spread, sums) | {LENGTH: jnp.maximum(spread(has_label_Bl), 1)}
 
 
 def _run_layers(

@@ -15,10 +15,10 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, Batch, Pairs
-from jaxsp.delta_rule import spans
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import PairObjective
 from jaxsp.objectives.pair_sums import PairSums
+from jaxsp.training import segments
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec
 
@@ -90,9 +90,7 @@ def spread(spec: StepSpec, values_P2: Float32[Array, "P 2"], rows: Batch) -> Flo
     values_D = values_P2.ravel()
     indices_BM = _document_indices(rows, len(values_D))
     values_BM = values_D.at[indices_BM].get(mode="fill", fill_value=0)
-    slots_Bl = _find_slots(spec, rows)
-    values_Bl = jnp.take_along_axis(values_BM, jnp.maximum(slots_Bl, 0), axis=1)
-    return jnp.where(slots_Bl >= 0, values_Bl, 0)
+    return segments.spread(spec, values_BM, rows)
 
 
 def _document_indices(rows: Batch, num_documents: int) -> Int32[Array, "B M"]:
@@ -102,25 +100,10 @@ def _document_indices(rows: Batch, num_documents: int) -> Int32[Array, "B M"]:
     return jnp.where(documents_BM >= 0, documents_BM, num_documents)
 
 
-def _find_slots(spec: StepSpec, rows: Batch) -> Int32[Array, "B l"]:
-    row_spans = spans.RowSpans(
-        seq=spec.mesh.shape[axes.SEQ],
-        layout=spec.attend.layout,
-        tokens_per_device=rows.labels_BL.shape[1],
-    )
-    return spans.find_slots(rows.starts_BM, rows.lengths_BM, row_spans.own_tokens())
-
-
 def _sum_documents(
     spec: StepSpec, values_Bl: Float32[Array, "B l"], rows: Batch, num_documents: int
 ) -> Float32[Array, "D"]:
-    """Sum of this device's values of each document's tokens.
-
-    Each slot is summed over the whole row, with zeros for tokens of other documents, and not by a
-    scatter: the order is fixed, and no document changes the rounding of another's sum.
-    """
-    slots_M = jnp.arange(rows.starts_BM.shape[1], dtype=jnp.int32)
-    is_own_BlM = _find_slots(spec, rows)[..., None] == slots_M[None, None]
-    sums_BM = jnp.sum(jnp.where(is_own_BlM, values_Bl[..., None], 0), axis=1)
+    """Sum of this device's values of each document's tokens."""
+    sums_BM = segments.sum_slots(spec, values_Bl, rows)
     indices_BM = _document_indices(rows, num_documents)
     return jnp.zeros(num_documents, jnp.float32).at[indices_BM].add(sums_BM, mode="drop")

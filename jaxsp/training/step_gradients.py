@@ -21,6 +21,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, Batch, partition_specs
+from jaxsp.objectives.token_objective import TokenObjective
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import metric_table, microbatch
 from jaxsp.training.metric_table import Sums
@@ -115,7 +116,7 @@ def _local_gradients(
         returned[number] if number in returned else jax.freeze(target)
         for number, target in enumerate(targets)
     ]
-    sums = _sum_over_mesh(sums | pair_sums, batch)
+    sums = _sum_over_mesh(spec, sums | pair_sums, batch)
     divisor = metric_table.make_divisor(sums["loss_weight"])
     return spec.gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor), sums
 
@@ -170,7 +171,7 @@ def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -
         compute_microbatch = functools.partial(compute, values, holders)
         sums, losses = metric_table.scan_sums(compute_microbatch, batch)
         losses_BL, outcomes_BL = losses
-        return BatchLosses(losses_BL, outcomes_BL, _sum_over_mesh(sums, batch))
+        return BatchLosses(losses_BL, outcomes_BL, _sum_over_mesh(spec, sums, batch))
 
     specs = BatchLosses(PER_TOKEN, PER_TOKEN, PartitionSpec())  # type: ignore[arg-type]
     return _run_on_mesh(spec, local, master, batch, out_specs=specs)
@@ -192,8 +193,9 @@ def compute_top_k(
 def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
     """Function that computes what is differentiated from the sums of a device over a microbatch.
 
-    It is the sum of token losses, which is divided by the loss tokens of the step at the end; with
-    an objective for pairs the weighted sum, which is divided by the pairs.
+    It is the sum of token losses, which is divided by the loss tokens of the step at the end, or by
+    `TokenObjective.find_divisor`; with an objective for pairs the weighted sum, which is divided by
+    the pairs.
     Losses of routers are means over rows, with a factor that makes up for that.
 
     Args: batch: that of the step.
@@ -202,7 +204,7 @@ def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
     differentiated = microbatch.WEIGHTED_SUM if spec.objective.has_pairs else "loss_sum"
     if experts is None or not experts.has_losses:
         return operator.itemgetter(differentiated)
-    counts = _sum_over_mesh({}, batch)
+    counts = _sum_over_mesh(spec, {}, batch)
     loss_weight = metric_table.make_divisor(counts["loss_weight"])
     factor = loss_weight / metric_table.make_divisor(counts["num_rows"])
 
@@ -214,7 +216,7 @@ def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
     return add_router_losses
 
 
-def _sum_over_mesh(sums: Sums, batch: Batch) -> Sums:
+def _sum_over_mesh(spec: StepSpec, sums: Sums, batch: Batch) -> Sums:
     """Adds each device's sums over its part of a step, and counts rows and tokens."""
 
     def count(values: Array, over: tuple[str, ...]) -> Array:
@@ -228,6 +230,11 @@ def _sum_over_mesh(sums: Sums, batch: Batch) -> Sums:
         "num_loss_tokens": count(batch.labels_BL != NO_LABEL, axes.ALL),
     }
     sums["loss_weight"] = sums["num_loss_tokens"]
+    objective = spec.objective
+    if isinstance(objective, TokenObjective):
+        if objective.is_by_document:  # every document in a row has a loss token
+            sums["num_trajectories"] = count(batch.lengths_BM > 0, axes.GROUPS)
+        sums["loss_weight"] = objective.find_divisor(sums)
     if batch.documents_BM is not None:
         sums["num_pairs"] = count(batch.documents_BM >= 0, axes.GROUPS) // 2
         sums["loss_weight"] = sums["num_pairs"]

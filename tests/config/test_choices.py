@@ -1,10 +1,13 @@
 """A choice is a class in one file: its fields, checks, help and behavior."""
 
+import functools
 import json
 from typing import Annotated, ClassVar, Literal
 
 import datasets
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pydantic
 import pytest
@@ -19,6 +22,7 @@ from jaxsp.data.formats.source import Source
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Objective, PairObjective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
+from jaxsp.objectives.token_objective import LENGTH, TokenObjective
 from jaxsp.optimizers.registry import OPTIMIZERS, Optimizer
 from jaxsp.optimizers.schedules import SCHEDULES, Cosine, Schedule
 from jaxsp.run.config_file import Config
@@ -27,9 +31,10 @@ from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
 from jaxsp.run.trackers.tracker import Client, Tracker
 from jaxsp.tasks.eval_config import TASKS, EvalConfig
 from jaxsp.tasks.task import Task
-from tests import batches
+from jaxsp.training import step_gradients
+from tests import batches, tolerances
 from tests.data import source_configs
-from tests.training import test_preferences
+from tests.training import runs, test_policy, test_preferences
 
 
 class Halving(Schedule):
@@ -73,6 +78,24 @@ class Length(PairObjective):
 
     def rewards(self, pairs):
         return pairs.counts_P2
+
+
+class Spread(TokenObjective):
+    """Losses that are divided by the tokens of a document, times a power of a number."""
+
+    type: Literal["spread"] = "spread"
+    is_by_document: ClassVar[bool] = True
+    needs: ClassVar = ("advantages",)
+    power: float = 2.0
+    """Power of the number."""
+
+    def losses(self, tokens):
+        factors_X = tokens.numbers["advantages"] ** self.power / tokens.numbers[LENGTH]
+        losses_X = -tokens.logps_X * factors_X
+        return losses_X, {"entropy": losses_X, "ratio_max": losses_X}
+
+    def find_divisor(self, counts):
+        return counts["num_trajectories"]
 
 
 class Parity(Task):
@@ -157,7 +180,7 @@ class OwnConfig(Config):
 
     optimizer: Annotated[Optimizer, Choice(selector="name", types=(*OPTIMIZERS, Signs))]
     objective: Annotated[
-        Objective, Choice(selector="type", types=(*OBJECTIVES, Length), default="sft")
+        Objective, Choice(selector="type", types=(*OBJECTIVES, Length, Spread), default="sft")
     ] = Sft()
     eval: OwnEvalConfig = OwnEvalConfig()
     logging: OwnLoggingConfig = OwnLoggingConfig()
@@ -187,6 +210,30 @@ def test_one_class_adds_an_objective():
     config = config_file.parse(SCHEMA, FIELDS)
     pairs = test_preferences.make_pairs([[0, -5]], counts=2.0)
     assert derivatives.compute_losses(config.objective, pairs) == 4
+
+
+def test_one_class_adds_an_objective_of_tokens():
+    """Its divisor, the numbers of tokens and metrics are those that it declares."""
+    own = {"objective": {"type": "spread", "power": 3}}
+    objective = config_file.parse(SCHEMA, FIELDS | own, ["data.train.0.format=trajectories"])
+    spec = test_policy.make_spec(test_policy.Case((1, 1, 4), "dapo", {}))
+    spec = spec.respec(objective=objective.objective)
+    drawn = test_policy.draw_for_model()
+    batch = test_policy.only_batch(spec, drawn)
+    master = runs.put_weights(spec.table, test_policy.WEIGHTS, spec.mesh)
+    _, results = jax.jit(functools.partial(step_gradients.compute_gradients, spec))(master, batch)
+    logps_NLV = jax.nn.log_softmax(test_policy.compute_logits(drawn))
+    labels_NL = drawn.tokens_NL[:, 1:, None]
+    logps_NL = jnp.take_along_axis(logps_NLV[:, :-1], labels_NL, axis=-1)[..., 0]
+    has_loss_NL = drawn.has_loss_NL[:, 1:]
+    losses_NL = -logps_NL * drawn.numbers["advantages"][:, 1:] ** 3
+    own_NL = np.where(has_loss_NL, losses_NL, 0) / has_loss_NL.sum(1, keepdims=True)
+    for actual, expected in (
+        (results["loss"], own_NL.sum() / len(own_NL)),
+        (results["entropy"], own_NL.sum() / has_loss_NL.sum()),
+        (results["ratio_max"], own_NL.max()),
+    ):
+        assert batches.relative_error(actual, expected) < tolerances.MESH
 
 
 def test_a_format_of_records_is_a_class(tmp_path, monkeypatch):

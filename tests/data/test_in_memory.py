@@ -19,6 +19,11 @@ GIVEN = [
     ([{"messages": CHAT, "id": 1}], "messages", [{"messages": CHAT, "id": 1}]),
     ([[1, 2], np.array([3])], "tokens", [{"input_ids": [1, 2]}, {"input_ids": [3]}]),
     ([{"input_ids": np.arange(2)}], "tokens", [{"input_ids": [0, 1]}]),
+    (
+        [{"input_ids": [0, 1], "loss_mask": [0, 1], "advantages": 1.0, "old_logps": [-1.0]}],
+        "trajectories",
+        ...,
+    ),
     ((x for x in "a"), "text", [{"text": "a"}]),
     ([{"prompt": "a", "completion": "b"}], "prompt_completion", ...),
     ([{"prompt": "a", "completion": "b", "label": True}], "unpaired", ...),

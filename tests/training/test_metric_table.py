@@ -33,10 +33,10 @@ def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report
 ):
     sum_tile = loss._sum_tile
 
-    def count_even_labels(tile, labels_X, weights_X):
-        is_even_X = (labels_X != NO_LABEL) & (labels_X % 2 == 0)
+    def count_even_labels(losses, tile):
+        is_even_X = (tile.labels_X != NO_LABEL) & (tile.labels_X % 2 == 0)
         even = {"num_even": is_even_X.sum(dtype=jnp.int32)}
-        return sum_tile(tile, labels_X, weights_X) | even
+        return sum_tile(losses, tile) | even
 
     even = Metric(
         "Tokens before an even one, as a fraction of all.",

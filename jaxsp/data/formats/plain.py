@@ -14,7 +14,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.formats.records import Record, parse_if_string, type_name
 from jaxsp.data.formats.source import Source, SourceRecord, suggest_ignoring
 
-_LOSS_MASK_FIELDS = ("completion_mask", "assistant_masks", "loss_mask")
+_LOSS_MASK_FIELDS = ("completion_mask", "assistant_masks", "loss_mask", "response_mask")
 """Fields of pre-tokenized records: 1 for a token with loss, 0 for one without."""
 
 _DOCUMENT_BORDER_FIELDS = ("seq_lengths", "position_ids")
@@ -43,12 +43,9 @@ class Text(Source):
         return {self.column: value}
 
 
-class Tokens(Source):
-    """`input_ids` and optionally `labels` (not shifted; -100: no loss) or a mask."""
+class TokenIds(Source):
+    """Base class of formats of token ids."""
 
-    format: Literal["tokens"] = "tokens"
-    required = ("input_ids",)
-    optional = ("labels",)
     other_fields = (
         "attention_mask",
         *_LOSS_MASK_FIELDS,
@@ -57,20 +54,14 @@ class Tokens(Source):
     column = "input_ids"
     needs_tokenizer = False
 
-    def stored_columns(self, first_records: Iterable[Record]) -> Record:
-        """Adds `labels` if the first record or `fields` has them."""
-        first = SourceRecord(next(iter(first_records), {}), self)
-        has_labels = "labels" in self.fields or _list_label_fields(first)
-        names = ("input_ids", "labels") if has_labels else ("input_ids",)
-        return dict.fromkeys(names, np.zeros(0, np.int32))
-
-    def check(self, record: SourceRecord, *, has_labels: bool) -> Record:
-        """Returns the ids of a record without padding, and its labels if the source has some."""
+    def read_tokens(self, record: SourceRecord, *, has_labels: bool) -> tuple[slice, Record]:
+        """Returns the ids of a record, its labels if the source has some, and the place of those
+        that are no padding."""
         from jaxsp.core.batch import NO_LABEL
 
         name = record.name("input_ids")
         ids = _parse_ids(record.get("input_ids"), name)
-        label_fields = _list_label_fields(record)
+        label_fields = list_label_fields(record)
         if label_fields and not has_labels:
             raise UserError(
                 f"has {label_fields[0]}, but the source's first record has none: all must have "
@@ -99,7 +90,7 @@ class Tokens(Source):
                     f"packs them into rows. Or set {suggest_ignoring(field)}."
                 )
         if not has_labels:
-            return {"input_ids": ids[kept]}
+            return kept, {"input_ids": ids}
         if not label_fields:
             record.get("labels")  # raises: there are none
         labels = ids.copy()
@@ -114,10 +105,30 @@ class Tokens(Source):
                     "shifted, -100 where there is no loss."
                 )
             labels = given.copy()
-        return {"input_ids": ids[kept], "labels": labels[kept]}
+        return kept, {"input_ids": ids, "labels": labels}
 
 
-def _list_label_fields(record: SourceRecord) -> list[str]:
+class Tokens(TokenIds):
+    """`input_ids` and optionally `labels` (not shifted; -100: no loss) or a mask."""
+
+    format: Literal["tokens"] = "tokens"
+    required = ("input_ids",)
+    optional = ("labels",)
+
+    def stored_columns(self, first_records: Iterable[Record]) -> Record:
+        """Adds `labels` if the first record or `fields` has them."""
+        first = SourceRecord(next(iter(first_records), {}), self)
+        has_labels = "labels" in self.fields or list_label_fields(first)
+        names = ("input_ids", "labels") if has_labels else ("input_ids",)
+        return dict.fromkeys(names, np.zeros(0, np.int32))
+
+    def check(self, record: SourceRecord, *, has_labels: bool) -> Record:
+        """Returns the ids of a record without padding, and its labels if the source has some."""
+        kept, columns = self.read_tokens(record, has_labels=has_labels)
+        return {name: values[kept] for name, values in columns.items()}
+
+
+def list_label_fields(record: SourceRecord) -> list[str]:
     """Returns the fields of a record that limit which of its tokens have a loss."""
     given = [] if record.find("labels") is None else [record.name("labels")]
     return given + [name for name in _LOSS_MASK_FIELDS if record.has(name)]

@@ -28,6 +28,10 @@ if the record has none."""
 IS_DESIRABLE = "is_desirable"
 """Column of unpaired records: True if the first document's completion is a good one."""
 
+TOKEN_NUMBERS = ("advantages", "old_logps", "ref_logps")
+"""Columns of trajectories: a number for each token, float32. Those of a record without `ref_logps`
+are NaN."""
+
 ASSISTANT = "assistant"
 
 COMPLETION_FIELDS = ("completion", "mismatched_completion", "chosen", "rejected")

@@ -47,6 +47,7 @@ _HINTS = _PAIR_HINTS | {
     "instruction output": "Try format: prompt_completion",
     "question answer": "Try format: prompt_completion, fields: {prompt: question, "
     "completion: answer}",
+    "input_ids advantages": "Try format: trajectories, with objective.type=policy",
     "input_ids": "Try format: tokens",
     "text": "Try format: text",
     "content": "Try format: text, fields: {text: content}",
@@ -91,8 +92,9 @@ class Source(ConfigSection, abc.ABC):
     ] = {}  # noqa: RUF012 - pydantic copies it
     """Names in the records for fields of the format, where they differ. Fields of a format: text;
     messages or prompt and completion, tools, chat_template_kwargs; chosen, rejected,
-    ref_chosen_logps, ref_rejected_logps; label; input_ids, labels. Fields of a message: role,
-    content. A list of names, such as {prompt: [instruction, input]}, joins their texts with a line
+    ref_chosen_logps, ref_rejected_logps; label; input_ids, labels; advantages, old_logps,
+    ref_logps. Fields of a message: role, content. A list of names, such as
+    {prompt: [instruction, input]}, joins their texts with a line
     break; missing and empty ones are left out."""
     ignore_fields: Annotated[tuple[str, ...], with_examples("[history]", strict=False)] = ()
     """Fields of the records, or of their messages, to ignore. By default, jaxsp refuses a field
@@ -116,6 +118,8 @@ class Source(ConfigSection, abc.ABC):
     """Stored column with the record's content."""
     values: ClassVar[Mapping[str, Any]] = {}
     """Stored columns with one value for each record, with the value of a bad record."""
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """Stored columns with a number for each token, float32."""
     bytes_per_worker: ClassVar[int] = 2**25
     """Bytes of records that are worth a tokenization worker, which takes 3 to 8 s to start. Without
     workers, the tokenizer's threads use all cores too, except while Python renders templates. (40

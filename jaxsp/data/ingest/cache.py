@@ -27,7 +27,7 @@ from jaxsp.core import errors, files
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.core.units import MIB
-from jaxsp.data.formats.records import RecordEntry
+from jaxsp.data.formats.records import TOKEN_NUMBERS, RecordEntry
 from jaxsp.system import distributed
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class DamagedCacheError(NeedsAttentionError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Facts about all tokens and labels of a data set."""
+    """Facts about all tokens, labels and numbers of tokens of a data set."""
 
     digests: Sequence[str]
     """Name of each column, SHA-256 of its lists' lengths, and of its ids. They do not depend on how
@@ -124,7 +124,7 @@ def compute_stats(dataset: "datasets.Dataset") -> TokenStats:
     digests: list[str] = []
     extremes = {}
     blocks = {}
-    for column in ("tokens", "labels"):
+    for column in ("tokens", "labels", *TOKEN_NUMBERS):
         if column not in dataset.column_names:
             continue
         values = hashlib.sha256()
@@ -132,12 +132,14 @@ def compute_stats(dataset: "datasets.Dataset") -> TokenStats:
         checksums: list[int] = []
         num_documents = 0
         for offsets, ids in read_lists(dataset, column):
-            values.update(np.ascontiguousarray(ids, "<i4").data)
+            dtype = "<f4" if column in TOKEN_NUMBERS else "<i4"
+            values.update(np.ascontiguousarray(ids, dtype).data)
             starts = range(0, len(ids), BLOCK_IDS)
             checksums += [compute_checksum(ids[start : start + BLOCK_IDS]) for start in starts]
             has_loss = np.flatnonzero(ids != NO_LABEL) if column == "labels" else None
             known = ids if has_loss is None else ids[has_loss]
-            for index in (known.argmin(), known.argmax()) if len(known) else ():
+            has_ids = len(known) and column not in TOKEN_NUMBERS
+            for index in (known.argmin(), known.argmax()) if has_ids else ():
                 place = index if has_loss is None else has_loss[index]
                 document = int(np.searchsorted(offsets, place, side="right")) - 1
                 ends.append((int(known[index]), num_documents + document))

@@ -120,6 +120,7 @@ class BatchLoader:
         self._specs = dict(SPECS)
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
+        self._specs |= dict.fromkeys(map("{}_BL".format, documents.numbers), PER_TOKEN)
         if documents.predictions is not None:
             self._specs["predictions_BLK"] = PER_TOKEN
         if documents.per_record == 2:
@@ -165,10 +166,11 @@ class BatchLoader:
 
         def read_slice(place: int, begin: int, end: int) -> dict[str, Any]:
             spans = placement.layout.spans(begin, end, row_tokens=self._row_tokens)
-            slices = [vars(documents.read_slice(rows.row(place), *span)) for span in spans]
+            parts = [documents.read_slice(rows.row(place), *span) for span in spans]
+            slices = [vars(part) | part.numbers for part in parts]
             if len(slices) == 1:
                 return slices[0]
-            names = [name for name, values in slices[0].items() if values is not None]
+            names = [name for name, x in slices[0].items() if isinstance(x, np.ndarray)]
             return {name: np.concatenate([part[name] for part in slices]) for name in names}
 
         def read_slots(place: int, begin: int, end: int) -> dict[str, Any]:
@@ -231,6 +233,8 @@ class BatchLoader:
                     name: self._put(self._specs[name], blocks)
                     for name, blocks in host_batch.blocks.items()
                 }
+                if names := self._documents.numbers:
+                    arrays["numbers_BL"] = {name: arrays.pop(f"{name}_BL") for name in names}
                 if host_batch.pairs is not None:
                     arrays["pairs"] = jax.tree.map(self._put_whole, host_batch.pairs)
                 yield Batch(**arrays), host_batch.counts
@@ -277,7 +281,7 @@ class BatchLoader:
             places = self._places[slice(*microbatches), slice(*slots)]
             parts = [read_part(place, begin, end) for place in places.ravel().tolist()]
             for name in names:
-                field = name.split("_")[0]  # without its dims
+                field = name.rpartition("_")[0]  # without its dims
                 values = np.array([part[field] for part in parts])
                 blocks[name][span] = values.reshape(*places.shape, *values.shape[1:])
         return blocks

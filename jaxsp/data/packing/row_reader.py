@@ -124,6 +124,8 @@ class RowSlice:
     positions: np.ndarray
     weights: np.ndarray | None = None
     """Weight of each label's loss, float32; None if the documents have no weights."""
+    numbers: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Other numbers of each label, float32 by name; 0 without a label."""
     predictions: np.ndarray | None = None
     """A teacher's predictions after each token, [tokens, 2 k + 1]; None if they are not stored."""
 
@@ -154,16 +156,18 @@ class _Chunk(NamedTuple):
     """Targets of the tokens before: the tokens themselves unless the records have labels."""
     weights: np.ndarray | None
     """Weight of the loss of predicting each token."""
+    numbers: dict[str, CheckedIds]
+    """Other numbers of each token that is predicted, by name."""
 
 
 def _read_chunks(
-    dataset: "datasets.Dataset", stats: TokenStats | None
+    dataset: "datasets.Dataset", stats: TokenStats | None, numbers: Sequence[str]
 ) -> tuple[list[_Chunk], list[np.ndarray]]:
     """Returns the chunks of a dataset, and the borders of the documents in each.
-    Args: stats: checksums of the ids, if known."""
+    Args: stats: checksums of the ids, if known. numbers: columns of numbers to read."""
     columns: dict[str, list[Any]] = {}
     borders: list[np.ndarray] = []
-    for name in ("weights", "labels", "tokens"):
+    for name in (*numbers, "weights", "labels", "tokens"):
         if name not in dataset.column_names:
             continue
         lists = [*cache.read_lists(dataset, name)]
@@ -182,7 +186,8 @@ def _read_chunks(
         ]
     tokens = columns["tokens"]
     weights = columns.get("weights", [None] * len(tokens))
-    return [*map(_Chunk, tokens, columns.get("labels", tokens), weights)], borders
+    parts = [{name: columns[name][chunk] for name in numbers} for chunk in range(len(tokens))]
+    return [*map(_Chunk, tokens, columns.get("labels", tokens), weights, parts)], borders
 
 
 def _count_loss_tokens(
@@ -224,6 +229,8 @@ class Documents:
         stats: statistics of the datasets, with checksums of what is read; None: not checked.
         has_scores: give the last token of each document a label, 0, and no other token: a reward
             model scores documents there.
+        numbers: names of the numbers of tokens that batches have. Documents are then not cut.
+        equal_numbers: those that must be equal for all loss tokens of a document.
     Reads: only the requested tokens, from the Arrow files that `datasets` maps into memory.
     Raises:
         UserError for a document that is too long for a row or for the model's positions, and if no
@@ -241,6 +248,8 @@ class Documents:
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
         stats: Sequence[TokenStats] | None = None,
         has_scores: bool = False,
+        numbers: Sequence[str] = (),
+        equal_numbers: Sequence[str] = (),
     ):
         self._max_id = np.iinfo(np.int32).max
         """Highest id of all tokens and labels, if it is known."""
@@ -249,6 +258,8 @@ class Documents:
             self._max_id = max((highest for _, (highest, _) in extremes), default=0)
         self._tokenized = tokenized
         self._has_scores = has_scores
+        self.numbers = numbers
+        """Names of the numbers of tokens that batches have."""
         self.long_documents = long_documents
         self.per_record = count_documents_per_record(tokenized[0])
         """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
@@ -261,9 +272,11 @@ class Documents:
         kept: list[np.ndarray] = []
         longest_stored = 0
         for number, dataset in enumerate(tokenized):
-            chunks, parts = _read_chunks(dataset, stats[number] if stats else None)
+            chunks, parts = _read_chunks(dataset, stats[number] if stats else None, self.numbers)
             stored = np.concatenate([*map(np.diff, parts)])
-            _check_lengths(dataset, stored, row_tokens, long_documents)
+            _check_lengths(dataset, stored, row_tokens, long_documents, is_whole=bool(self.numbers))
+            if self.numbers:
+                _check_numbers(dataset, chunks, parts, equal_numbers)
             is_in_split = np.ones(len(stored), bool)
             if held_out is not None:
                 is_in_split = np.repeat(held_out[number] == use_held_out, self.per_record)
@@ -320,8 +333,8 @@ class Documents:
                 )
             )
             segments = segments.select(has_loss)
-            numbers = np.cumsum(is_kept) - 1 + sum(map(np.count_nonzero, kept))
-            kept_segments.append(dataclasses.replace(segments, document=numbers[segments.document]))
+            new = np.cumsum(is_kept) - 1 + sum(map(np.count_nonzero, kept))
+            kept_segments.append(dataclasses.replace(segments, document=new[segments.document]))
             self._chunks += chunks
             borders += parts
             used_tokens.append(used)
@@ -432,6 +445,7 @@ class Documents:
             labels=np.full(end - begin, NO_LABEL, np.int32),
             positions=np.zeros(end - begin, np.int32),
             weights=np.zeros(end - begin, np.float32) if self.has_weights else None,
+            numbers={name: np.zeros(end - begin, np.float32) for name in self.numbers},
             predictions=None
             if self.predictions is None
             else np.zeros((end - begin, 2 * self.predictions.top_k + 1), np.int32),
@@ -467,6 +481,8 @@ class Documents:
             part.labels[at : at + label_count] = chunk.labels.read(first, end)
             if part.weights is not None and chunk.weights is not None:
                 part.weights[at : at + label_count] = chunk.weights[first:end]
+            for name, values in part.numbers.items():
+                values[at : at + label_count] = chunk.numbers[name].read(first, end)
         if self.predictions is not None and part.predictions is not None:
             spans = zip(document, first_token, left - begin, num_tokens, strict=True)
             for number, start, at, count in spans:
@@ -504,12 +520,20 @@ def make_slots(
 
 
 def _check_lengths(
-    dataset: "datasets.Dataset", lengths: np.ndarray, row_tokens: int | None, long_documents: str
+    dataset: "datasets.Dataset",
+    lengths: np.ndarray,
+    row_tokens: int | None,
+    long_documents: str,
+    *,
+    is_whole: bool,
 ) -> None:
     """Checks that no document is longer than a row, unless it may be split. The documents of a pair
-    are not split, because attention would not see the whole of them."""
+    are not split, because attention would not see the whole of them.
+    Args: is_whole: True if documents are not cut at all, because their losses depend on it."""
     per_record = count_documents_per_record(dataset)
-    may_be_long = ("truncate", "drop") if per_record == 2 else ("split", "truncate", "drop")
+    may_be_long: tuple[str, ...] = ("split", "truncate", "drop")
+    if is_whole or per_record == 2:
+        may_be_long = ("drop",) if is_whole else ("truncate", "drop")
     if row_tokens is None or long_documents in may_be_long:
         return
     too_long = np.flatnonzero(lengths > row_tokens)
@@ -527,3 +551,29 @@ def _check_lengths(
         f"data.row_tokens of at least {lengths.max():,}.",
         is_named=True,
     )
+
+
+def _check_numbers(
+    dataset: "datasets.Dataset",
+    chunks: list[_Chunk],
+    borders: list[np.ndarray],
+    equal_numbers: Sequence[str],
+) -> None:
+    """Checks that all loss tokens have the numbers of the chunks, and those of a document the same
+    `equal_numbers`."""
+    begin = 0
+    for chunk, starts in zip(chunks, borders, strict=True):
+        targets = np.flatnonzero(chunk.labels.read_all() != NO_LABEL)
+        document = np.searchsorted(starts, targets, side="right") - 1
+        for name, stored in chunk.numbers.items():
+            values = stored.read_all()[targets]
+            wrong = document[~np.isfinite(values)]
+            problem = f"has no {name}, which the objective needs. Add them"
+            if name in equal_numbers and not len(wrong):
+                wrong = document[1:][(np.diff(values) != 0) & (np.diff(document) == 0)]
+                problem = f"has different {name} of its tokens, and the objective needs one for "
+                problem += "the trajectory. Use objective.importance_sampling_level=token"
+            if len(wrong):
+                place = dataset[begin + int(wrong[0])]["place"]
+                raise UserError(f"{place}: {problem}, or leave the record out.", is_named=True)
+        begin += len(starts) - 1

@@ -55,8 +55,9 @@ class TokenizedSource(NamedTuple):
 
     dataset: "datasets.Dataset"
     """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss; of chats also
-    BARE_ANSWERS. A record with a problem has no tokens. A record of two documents has their tokens
-    one after the other, and the columns FIRST_TOKENS and Source.values."""
+    BARE_ANSWERS, and Source.numbers. A record with a problem has no tokens. A record of two
+    documents has their tokens one after the other, and the columns FIRST_TOKENS and Source.values.
+    """
     stats: TokenStats
 
 
@@ -226,6 +227,7 @@ def encode_batch(
     if source.num_documents > 1:
         columns[FIRST_TOKENS] = 0
     columns |= source.values
+    columns |= dict.fromkeys(source.numbers, np.zeros(0, np.float32))
     usable = [entry for entry in entries if entry["problem"] is None]
     for entry, record in zip(usable, encode_records(usable, source, options), strict=True):
         if isinstance(record, str):

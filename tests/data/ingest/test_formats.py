@@ -340,6 +340,12 @@ RECORDS = {
     "preference": ANSWERS,
     "unpaired": {"prompt": "a", "completion": "b", "label": True},
     "tokens": {"input_ids": [1, 2]},
+    "trajectories": {
+        "input_ids": [1, 2],
+        "loss_mask": [0, 1],
+        "advantages": 0.5,
+        "old_logps": [-1.0],
+    },
 }
 """A record of each format."""
 

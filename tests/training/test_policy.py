@@ -1,0 +1,231 @@
+"""Policy losses: formulas are those of TRL, and a step is the same on every mesh."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp.attention.strategies.ring import Ring
+from jaxsp.attention.strategies.strategy import combine
+from jaxsp.core.errors import UserError
+from jaxsp.objectives.policy import Policy
+from jaxsp.objectives.token_objective import LENGTH, TileTokens
+from jaxsp.run import config_file
+from jaxsp.training import step_gradients
+from tests import batches, messages, tolerances
+from tests.training import runs, trajectories
+
+VOCABULARY = 23
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+LOSSES: dict[str, dict[str, Any]] = {
+    "dapo": {"beta": 0.1, "epsilon_high": 0.28},
+    "dapo, a KL term without ratios": {"beta": 0.1, "use_bias_correction_kl": False},
+    "dapo, sequence": {**SEQUENCE, "beta": 0.1, "temperature": 0.8},
+    "grpo": {"delta": 1.3},
+    "grpo, sequence": {**SEQUENCE, "beta": 0.2, "delta": 1.1},
+    "dr_grpo": {"max_completion_length": 40, "temperature": 1.3},
+    "dr_grpo, sequence": {**SEQUENCE, "max_completion_length": 40},
+    "bnpo": {"epsilon": 0.1},
+    "bnpo, sequence": SEQUENCE | {"beta": 0.2, "use_bias_correction_kl": False},
+    "luspo": SEQUENCE | {"beta": 0.1},
+    "cispo": {"epsilon_high": 1.2, "beta": 0.1},
+    "cispo, sequence": SEQUENCE | {"epsilon_high": 1.01},
+    "sapo": {"temperature": 0.7, "sapo_temperature_pos": 1.4},
+    "sapo, sequence": SEQUENCE | {"beta": 0.1},
+    "vespo": {"beta": 0.1, "vespo_k_neg": 2.0},
+}
+
+
+def make_objective(name: str, fields: dict[str, Any]) -> Policy:
+    return Policy(loss_type=name.split(",")[0], **fields)
+
+
+def compute_in_tiles(objective, drawn, logits_NLV):
+    """Loss, gradient of the logits, and sums, from one tile of all tokens."""
+    has_label_NL = drawn.has_label_NL
+    flat = lambda array_NL: jnp.asarray(np.roll(array_NL, -1, axis=1).ravel())
+    numbers = {name: flat(drawn.numbers[name]) for name in objective.needs}
+    lengths_NL = np.broadcast_to(has_label_NL.sum(1, keepdims=True), has_label_NL.shape)
+    numbers[LENGTH] = jnp.asarray(lengths_NL.ravel(), jnp.float32)
+    logits_XV = jnp.asarray(logits_NLV, jnp.float32).reshape(-1, logits_NLV.shape[-1])
+    tokens = TileTokens(logits_XV=logits_XV, labels_X=flat(drawn.tokens_NL), numbers=numbers)
+    if objective.has_document_sums:
+        for name, values_X in objective.sum_over_documents(tokens).items():
+            sums_N1 = jnp.where(has_label_NL, values_X.reshape(has_label_NL.shape), 0).sum(1)
+            numbers[name] = jnp.repeat(sums_N1, has_label_NL.shape[1])
+    counts = {
+        "num_loss_tokens": float(has_label_NL.sum()),
+        "num_trajectories": float(len(has_label_NL)),
+    }
+
+    def compute(logits_XV):
+        losses_X, measured = objective.losses(dataclasses.replace(tokens, logits_XV=logits_XV))
+        keep = lambda x_X: jnp.where(has_label_NL.ravel(), x_X, 0).sum()
+        return keep(losses_X) / objective.find_divisor(counts), jax.tree.map(keep, measured)
+
+    (loss, sums), gradient = jax.value_and_grad(compute, has_aux=True)(logits_XV)
+    return loss, gradient.reshape(logits_NLV.shape), sums
+
+
+@functools.cache
+def draw_logits():
+    shape = (len(trajectories.LENGTHS), trajectories.MAX_TOKENS, VOCABULARY)
+    return np.random.default_rng(3).normal(0, 1.5, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_gradients_and_metrics_are_those_of_trl(name):
+    objective = make_objective(name, LOSSES[name])
+    logits_NLV = draw_logits()
+    drawn = trajectories.draw(vocab_size=VOCABULARY, logits_NLV=lambda drawn: logits_NLV)
+    if not objective.needs_equal:
+        drawn = trajectories.with_token_advantages(drawn)
+    loss, gradient, sums = compute_in_tiles(objective, drawn, logits_NLV)
+    expected, expected_gradient, metrics = trajectories.compute_in_trl(objective, drawn, logits_NLV)
+    assert batches.relative_error(loss, expected) < 1e-6
+    assert batches.relative_error(gradient, expected_gradient) < 1e-5
+    num_tokens = float(drawn.has_loss_NL.sum())
+    assert batches.relative_error(sums["entropy"] / num_tokens, metrics["entropy"]) < 1e-6
+    if objective.beta:
+        assert batches.relative_error(sums["reference_kl"] / num_tokens, metrics["kl"]) < 1e-6
+    if objective.needs_equal:
+        return  # TRL's means are over trajectories
+    if objective.loss_type == "cispo":
+        high = metrics["cispo_clip_ratio"]
+    elif "clip_low" in sums:
+        high = metrics["clip_ratio/high_mean"]
+        assert 0 < metrics["clip_ratio/low_mean"] == pytest.approx(sums["clip_low"] / num_tokens)
+    else:
+        return
+    assert 0 < high == pytest.approx(sums["clip_high"] / num_tokens)
+
+
+WEIGHTS = runs.draw_weights(runs.MODEL)
+
+
+def compute_logits(drawn):
+    return trajectories.compile_logits()[0](WEIGHTS, drawn.make_rows())
+
+
+@functools.cache
+def draw_for_model():
+    return trajectories.draw(vocab_size=runs.MODEL.vocab_size, logits_NLV=compute_logits)
+
+
+class Case(NamedTuple):
+    sizes: tuple[int, int, int]
+    loss: str
+    fields: dict[str, Any]
+    rows_per_microbatch: int = 1
+    strategy: Any = None
+
+
+RING_2 = combine(2, Ring(degree=2, chunks_per_device=2))
+RING_3 = combine(1, Ring(degree=3, chunks_per_device=2))
+
+MESHES = {
+    "one device": Case((1, 1, 1), "dr_grpo", {}),
+    "1x8": Case((1, 1, 8), "dapo", {"beta": 0.1, "temperature": 0.7}, 4),
+    "2x4": Case((1, 2, 4), "grpo", SEQUENCE | {"beta": 0.2, "temperature": 0.8}, 2),
+    "8x1": Case((1, 8, 1), "sapo", {"beta": 0.1}),
+    "ring of 3": Case((1, 1, 3), "vespo", {"temperature": 1.2}, 2, RING_3),
+    "Ulysses 2 x ring 2": Case((1, 2, 4), "luspo", SEQUENCE, 2, RING_2),
+    "replica 2": Case((2, 2, 2), "cispo", {"epsilon_high": 1.2}),
+}
+
+
+def make_spec(case):
+    """A step of 8 rows, of which not all have trajectories."""
+    spec = runs.make_spec({}, row_tokens=48, sizes=case.sizes)
+    config = spec.config.change(
+        objective=make_objective(case.loss, case.fields),
+        rows_per_step=8,
+        rows_per_microbatch=case.rows_per_microbatch,
+        max_segments=5,
+    )
+    choice = batches.attention_choice(seq=case.sizes[2], strategy=case.strategy)
+    return dataclasses.replace(spec, config=config, attention=choice)
+
+
+def only_batch(spec, drawn):
+    """All trajectories as one step."""
+    data = trajectories.pack(drawn, spec.objective, spec)
+    schedule = data.make_schedule(spec.config.rows_per_step, epochs=1)
+    assert len(schedule) == 1, schedule
+    ((batch, counts),) = data.make_loader(schedule, spec.placement).batches()
+    assert 1 < counts.num_rows < len(trajectories.LENGTHS)
+    return batch
+
+
+IN_DEFAULT_TIER = ("1x8", "2x4")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in IN_DEFAULT_TIER else pytest.mark.e2e) for x in MESHES],
+)
+def test_a_step_is_that_of_trl_on_every_mesh(name, small_shards):
+    spec = make_spec(MESHES[name])
+    objective = spec.objective
+    drawn = draw_for_model()
+    if not objective.needs_equal:
+        drawn = trajectories.with_token_advantages(drawn)
+    batch = only_batch(spec, drawn)
+    master = runs.put_weights(spec.table, WEIGHTS, spec.mesh)
+    compute = jax.jit(functools.partial(step_gradients.compute_gradients, spec))
+    gradients, results = compute(master, batch)
+    loss, dlogits, metrics = trajectories.compute_in_trl(objective, drawn, compute_logits(drawn))
+    pull = trajectories.compile_logits()[1]
+    expected = batches.name_leaves(pull(WEIGHTS, drawn.make_rows(), jnp.float32(dlogits)))
+    leaves = batches.name_leaves(jax.tree.map(runs.remove_padding, spec.table, gradients))
+    assert batches.relative_error(results["loss"], loss) < tolerances.MESH
+    for leaf, right in expected.items():
+        assert batches.relative_error(leaves[leaf], right) < tolerances.MESH, leaf
+    assert batches.relative_error(results["entropy"], metrics["entropy"]) < tolerances.MESH
+    counts = {x: int(results[x]) for x in ("num_loss_tokens", "num_trajectories", "num_tokens")}
+    assert counts == {
+        "num_loss_tokens": drawn.has_loss_NL.sum(),
+        "num_trajectories": len(trajectories.LENGTHS),
+        "num_tokens": sum(trajectories.LENGTHS),
+    }
+    assert results["ratio_max"] >= results["ratio"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon = 0.1", "sapo"]),
+        ({"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0}, ["delta = 2.0", "cispo"]),
+        ({"loss_type": "cispo"}, ["epsilon_high", "epsilon_high=5.0"]),
+        ({"loss_type": "luspo"}, ["importance_sampling_level", "=sequence"]),
+        ({"loss_type": "vespo", **SEQUENCE}, ["importance_sampling_level", "=token"]),
+        ({"max_completion_length": 9}, ["max_completion_length = 9", "dapo"]),
+        ({"use_bias_correction_kl": False}, ["use_bias_correction_kl", "beta"]),
+    ],
+)
+def test_fields_without_effect_and_impossible_levels_are_refused(fields, says):
+    with pytest.raises(UserError, match=messages.containing(*says)):
+        config_file.parse(CONFIG | {"objective": {"type": "policy"} | fields})
+
+
+CONFIG = {
+    "run": {"directory": "x", "steps": 3},
+    "model": {"config": {}},
+    "data": {"train": [{"source": "x", "format": "trajectories"}], "row_tokens": 8},
+    "batch": {"rows_per_step": 8},
+    "optimizer": {"learning_rate": 1e-6},
+}
+
+
+def test_the_format_and_the_objective_need_each_other():
+    with pytest.raises(UserError, match=messages.containing("format = trajectories", "=policy")):
+        config_file.parse(CONFIG)
+    others = {"data": {"train": [{"source": "x", "format": "tokens"}], "row_tokens": 8}}
+    with pytest.raises(UserError, match="format: trajectories"):
+        config_file.parse(CONFIG | others | {"objective": {"type": "policy"}})
+    assert config_file.parse(CONFIG | {"objective": {"type": "policy"}}).objective == Policy()
