@@ -108,6 +108,15 @@ def max_difference(before: list[float], after: list[float]) -> float:
     return max(abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in pairs)
 
 
+def describe_processor() -> str:
+    """Instructions of this processor for vectors, on which the order of sums depends; empty if they
+    are not known."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    flags = text.partition("flags")[2].partition("\n")[0].split()
+    return " ".join(sorted(flag for flag in flags if flag.startswith(("avx", "fma", "amx"))))
+
+
 def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(
@@ -127,7 +136,8 @@ def main() -> int:
             name: {kind: value for kind, value in numbers.items() if kind != "digest"}
             for name, numbers in run_checkout(REPO, words).items()
         }
-        VALUES.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        recorded = {"processor": describe_processor(), "cases": values}
+        VALUES.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
         return 0
     if not 1 <= len(args.commits) <= 2:
         parser.error("name one commit or two")

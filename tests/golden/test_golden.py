@@ -14,13 +14,23 @@ from tests.golden import cases
 RECORDED_JAX = "0.10.1"
 
 TOLERANCE = 1e-6
-"""Relative. Processors differ in the order of sums; on one machine the values are equal."""
+"""Relative. On one machine the values are equal."""
+
+OTHER_PROCESSOR_TOLERANCE = 5e-4
+"""The same for processors with other instructions, which add in another order: 1.5e-4 for FP8 and
+2.5e-5 for the other cases between two EPYC processors."""
 
 NAMES = [name for name in cases.CASES if name not in cases.NEEDS_JAX]
 
 
 def read_recorded() -> golden.Results:
-    return json.loads(golden.VALUES.read_text(encoding="utf-8"))
+    return json.loads(golden.VALUES.read_text(encoding="utf-8"))["cases"]
+
+
+def choose_tolerance() -> float:
+    processor = json.loads(golden.VALUES.read_text(encoding="utf-8"))["processor"]
+    is_same = golden.describe_processor() == processor
+    return TOLERANCE if is_same else OTHER_PROCESSOR_TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +48,7 @@ def test_numbers_are_those_that_were_recorded(name, numbers):
         if kind == "weights":
             assert list(after) == list(before)
             before, after = [*before.values()], [*after.values()]
-        assert golden.max_difference(before, after) <= TOLERANCE, kind
+        assert golden.max_difference(before, after) <= choose_tolerance(), kind
 
 
 def test_a_changed_number_is_a_difference():

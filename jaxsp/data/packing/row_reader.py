@@ -132,7 +132,7 @@ class RowSlice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredPredictions:
-    """A teacher's predictions after each token of all documents: see `run.teacher_scores`."""
+    """A teacher's predictions after each token of all documents: see `run.predictions`."""
 
     values: CheckedIds
     """int32, [tokens, 2 k + 1] as one dim: k ids, and the bits of k + 1 log-probabilities."""
