@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
@@ -24,7 +25,14 @@ from jaxsp.attention.strategies.workload import GroupRows
 from jaxsp.blocks.block_config import NormNames
 from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, Weights, apply_norm, declare_norm, scale
+from jaxsp.blocks.layers import (
+    Parameter,
+    Weights,
+    apply_norm,
+    declare_norm,
+    declare_param,
+    scale,
+)
 from jaxsp.core.batch import Batch
 
 
@@ -134,6 +142,8 @@ class FeedForward(nnx.Module):
 
     checkpoint_names: ClassVar[tuple[str, ...]]
     """Names of the results that `remat: save_attention_and_mlp` keeps."""
+    reads_residual: ClassVar[bool] = False
+    """True if it is also called with the residual, the input of the norm before it."""
 
     def __init__(self, config: ModelConfig): ...
 
@@ -240,9 +250,13 @@ class LayerOutput(nnx.Module):
         self.o = mixer.declare_output(config)
         self.output_norm = declare_norm(D, names.post_attention, config, eps=config.post_norm_eps)
         self.norm = declare_norm(D, names.pre_mlp, config)
-        self.mlp = feed_forward(config)
+        self.mlp: Any = feed_forward(config)  # called with the residual too if it reads it
         self.mlp_norm = declare_norm(D, names.post_mlp, config, eps=config.post_norm_eps)
         self.residual_scale = config.residual_scale
+        layer_scale: nnx.Param | None = None
+        if config.has_layer_scale:
+            layer_scale = declare_param(Parameter(shape=(1,), hf_name="layer_scalar", mean=1.0))
+        self.layer_scale = layer_scale
 
     def __call__(
         self,
@@ -257,6 +271,11 @@ class LayerOutput(nnx.Module):
         x_BlD = x_BlD + scale(apply_norm(self.output_norm, out_BlD), self.residual_scale)
         if mlp_input is None:
             mlp_input = apply_norm(self.norm, x_BlD)
-        mlp_out_BlD, statistics = self.mlp(mlp_input, keys)
+        residual = (x_BlD,) if self.mlp.reads_residual else ()
+        mlp_out_BlD, statistics = self.mlp(mlp_input, keys, *residual)
         mlp_out_BlD = apply_norm(self.mlp_norm, mlp_out_BlD)
-        return x_BlD + scale(mlp_out_BlD, self.residual_scale), statistics
+        x_BlD = x_BlD + scale(mlp_out_BlD, self.residual_scale)
+        if self.layer_scale is not None:
+            factor = jax.lax.stop_gradient(self.layer_scale[...])[0]
+            x_BlD = x_BlD * factor.astype(x_BlD.dtype)
+        return x_BlD, statistics

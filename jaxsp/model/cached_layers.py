@@ -65,17 +65,15 @@ def prefill(
     x_BlD = decoder.compute_first_input(
         shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype
     )
-    tables = attend.make_segment_tables(
-        batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
-    )
-    arrays = LayerArrays(batch, tables, None, jnp.ones(batch.tokens_BL.shape, bool))
     layers = decoder.make_layers(config, attend, gather, tile_tokens)
+    tables = decoder.make_segment_tables(layers, batch)
+    arrays = LayerArrays(batch, tables, None, jnp.ones(batch.tokens_BL.shape, bool))
 
     def run(kind: LayerKind, x: Array, shards: Weights, _: Any, indices: Any) -> Any:
         layer = layers[kind]
         inputs, carried = layer.project(shards["pre_attention"], x, indices, arrays)
         mixed, cache = layer.mixer.prefill(
-            config,
+            layer.config,
             layer.gather_mixer_weights(shards.get("mix")),
             inputs,
             layer.make_row_inputs(indices, arrays),
@@ -121,7 +119,7 @@ def decode(
         starts_BM=positions_B1,
         lengths_BM=positions_B1,
     )
-    arrays = LayerArrays(batch, None, None, jnp.ones(positions_B1.shape, bool))
+    arrays = LayerArrays(batch, (), None, jnp.ones(positions_B1.shape, bool))
     layers = decoder.make_layers(config, attend, gather, len(tokens_B))
 
     def run(kind: LayerKind, x: Array, shards: Weights, cache: Any, of_layer: Any) -> Any:
@@ -131,7 +129,7 @@ def decode(
         prompt, answer, states = cache
         token = place._replace(prompts=prompt, answers=answer, states=states, window=window)
         weights = layer.gather_mixer_weights(shards.get("mix"))
-        mixed, cache = layer.mixer.decode(config, weights, inputs, token)
+        mixed, cache = layer.mixer.decode(layer.config, weights, inputs, token)
         x, _ = layer.finish(shards["post_attention"], x, mixed, carried, indices, arrays)
         return x, cache
 

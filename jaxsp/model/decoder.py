@@ -56,6 +56,7 @@ def _declare_layer(
 ) -> tuple[dict[str, nnx.GraphDef], dict[str, layers.Weights]]:
     """Modules of a layer without weights, and the tables of their weights, by part of the layer."""
     mixer = registry.MIXERS[kind.mixer]
+    config = config.of_kind(kind)
     config = dataclasses.replace(config, norm_names=mixer.norm_names(config))
     modules: dict[str, nnx.Module | None] = {
         "pre_attention": mixer.declare_input(config),
@@ -115,7 +116,7 @@ def describe_layers(config: ModelConfig, *, tokens_per_device: int | None) -> st
     Args: tokens_per_device: those of a microbatch; None if no weights are gathered in the compute
         dtype, on one device and with quantized weights.
     """
-    counts = Counter(layer.kind for layer in config.layers)
+    counts = Counter(layer.kind._replace(sizes=None) for layer in config.layers)
     if set(counts) == {LayerKind(ATTENTION, MLP)}:
         return ""
     parts = []
@@ -168,11 +169,10 @@ def hidden_states(
         tokens of each row, [layers, B, ...].
     """
     x_BlD = compute_first_input(shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype)
-    tables = attend.make_segment_tables(
-        batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
-    )
+    of_kinds = make_layers(config, attend, gather, tile_tokens)
+    tables = make_segment_tables(of_kinds, batch)
     x_BlD, sums = layer_stack.run_layers(
-        make_layers(config, attend, gather, tile_tokens),
+        of_kinds,
         x_BlD,
         split_kinds(config, shards["layers"]),
         find_layer_indices(config, attend, has_dropout=token_keys is not None),
@@ -219,8 +219,8 @@ class LayerArrays(NamedTuple):
     """Arrays without gradients that all layers use."""
 
     batch: Batch
-    tables: Any
-    """Result of `Attend.make_segment_tables`."""
+    tables: tuple[Any, ...]
+    """Result of `make_segment_tables`."""
     token_keys: Keys | None
     is_token_Bl: Bool[Array, "B l"] | None
     """False at padding; None for models without statistics."""
@@ -230,9 +230,9 @@ class LayerIndices(NamedTuple):
     """Indices of what differs between layers, one per layer; None if the layers are alike."""
 
     rope: Int32[Array, "N"] | None
-    """Index into `ModelConfig.ropes`; 0 for a layer without."""
+    """Index into `ModelConfig.ropes` of its kind; 0 for a layer without."""
     attention: Int32[Array, "N"] | None
-    """Index into `Attend.kinds`; 0 for a layer without attention."""
+    """Index into `Attend.kinds` of its kind; 0 for a layer without attention."""
     layer: Int32[Array, "N"] | None
     """Number of the layer, for dropout."""
 
@@ -242,12 +242,16 @@ class DecoderLayer(Layer):
     """The layers of a kind, on a mesh."""
 
     config: ModelConfig
+    """The model as its layers of this kind see it."""
     kind: LayerKind
     params: layers.Weights
     """Parameter table of the layers."""
     attend: Attend
+    """Attention of these layers."""
     gather: Gather
     tile_tokens: int
+    table_index: int
+    """Index of the segment tables of their attention."""
 
     @property
     def mixer(self) -> Mixer:
@@ -288,7 +292,7 @@ class DecoderLayer(Layer):
     def make_row_inputs(self, indices: LayerIndices, arrays: LayerArrays) -> RowInputs:
         """Inputs of `Mixer.mix` in a layer."""
         kind = 0 if indices.attention is None else indices.attention
-        return RowInputs(arrays.batch, self.attend, arrays.tables, kind)
+        return RowInputs(arrays.batch, self.attend, arrays.tables[self.table_index], kind)
 
     def finish(
         self,
@@ -323,17 +327,41 @@ def make_layers(
     config: ModelConfig, attend: Attend, gather: Gather, tile_tokens: int
 ) -> dict[LayerKind, DecoderLayer]:
     """The kinds of layers. Args: see `hidden_states`."""
+    attends = _select_attends(config, attend)
+    distinct = list(dict.fromkeys(attends.values()))
     return {
         kind: DecoderLayer(
-            config=config,
+            config=config.of_kind(kind),
             kind=kind,
             params=params,
-            attend=attend,
+            attend=attends[kind],
             gather=gather,
             tile_tokens=tile_tokens,
+            table_index=distinct.index(attends[kind]),
         )
         for kind, params in split_kinds(config, param_table(config)["layers"]).items()
     }
+
+
+def _select_attends(config: ModelConfig, attend: Attend) -> dict[LayerKind, Attend]:
+    """Attention of each kind of layers."""
+    if len(attend.kinds) == 1:
+        return dict.fromkeys(config.kinds, attend)
+    assert len(attend.layer_kinds) == len(config.attention_layers), "made for another model"
+    numbers: dict[LayerKind, list[int]] = {kind: [] for kind in config.kinds}
+    for layer, number in zip(config.attention_layers, attend.layer_kinds, strict=True):
+        numbers[layer.kind].append(number)
+    return {kind: attend.select(of_kind) for kind, of_kind in numbers.items()}
+
+
+def make_segment_tables(of_kinds: dict[LayerKind, DecoderLayer], batch: Batch) -> tuple[Any, ...]:
+    """Results of `Attend.make_segment_tables` by `DecoderLayer.table_index`."""
+    return tuple(
+        attend.make_segment_tables(
+            batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
+        )
+        for attend in dict.fromkeys(layer.attend for layer in of_kinds.values())
+    )
 
 
 def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Array, "B l"] | None:
@@ -351,18 +379,23 @@ def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Arra
 
 def find_layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) -> LayerIndices:
     """Indices of the layers of a model."""
-    ropes = [0 if layer.rope is None else config.ropes.index(layer.rope) for layer in config.layers]
-    indices = LayerIndices(
-        rope=jnp.asarray(ropes, jnp.int32) if len(config.ropes) > 1 else None,
-        attention=None,
+    kinds = config.kinds
+    ropes = {kind: config.of_kind(kind).ropes for kind in kinds}
+    attends = _select_attends(config, attend)
+    scores = {kind: iter(attends[kind].layer_kinds) for kind in kinds}
+    of_ropes = [
+        0 if layer.rope is None else ropes[layer.kind].index(layer.rope) for layer in config.layers
+    ]
+    has_scores = any(len(each.kinds) > 1 for each in attends.values())
+    of_scores = [
+        next(scores[layer.kind]) if has_scores and layer.mixer == ATTENTION else 0
+        for layer in config.layers
+    ]
+    return LayerIndices(
+        rope=jnp.asarray(of_ropes, jnp.int32) if max(map(len, ropes.values())) > 1 else None,
+        attention=jnp.asarray(of_scores, jnp.int32) if has_scores else None,
         layer=jnp.arange(config.num_layers, dtype=jnp.int32) if has_dropout else None,
     )
-    if len(attend.kinds) == 1:
-        return indices
-    assert len(attend.layer_kinds) == len(config.attention_layers), "made for another model"
-    left = iter(attend.layer_kinds)
-    kinds = [next(left) if layer.mixer == ATTENTION else 0 for layer in config.layers]
-    return indices._replace(attention=jnp.asarray(kinds, jnp.int32))
 
 
 def embed_tokens(

@@ -229,7 +229,7 @@ def _choose_rows(
 def _keeps_as_much(spec: StepSpec, reference: StepSpec, memory: MemoryLimit) -> bool:
     """True if a step fits even if the formula predicts too little, recomputes no more than the
     reference, and has no smaller tiles."""
-    if spec.attention.kernel.name != reference.attention.kernel.name:
+    if spec.attention.library_kernel != reference.attention.library_kernel:
         return False
     min_mlp_tile = reference.mlp_tile
     if min_mlp_tile >= reference.tokens_per_device:  # no tiles

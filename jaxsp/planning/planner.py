@@ -316,7 +316,7 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
         larger = spec.respec(rows_per_microbatch=2 * spec.config.microbatch_rows, memory=memory)
     except UserError:  # no attention takes that number of rows
         return False
-    if larger.attention.kernel != spec.attention.kernel:
+    if larger.attention.library_kernel != spec.attention.library_kernel:
         return False
     first = next(candidates.list_candidates(larger))
     error = fitted.memory_use.device_total / estimate.predict_bytes(spec)

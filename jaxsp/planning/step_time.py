@@ -117,7 +117,7 @@ def estimate_step(
 
     Args: text: of the compiled step.
     """
-    prefix = spec.attention.kernel.custom_call_prefix
+    prefix = spec.attention.library_kernel.custom_call_prefix
     if not prefix or spec.dtype != jnp.bfloat16:
         return None
     compiled = hlo.parse(text)
