@@ -183,9 +183,7 @@ class Attention(Mixer):
     def prefill(
         self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
     ) -> tuple[Float[Array, "B l H K"], LayerCache]:
-        _, k_BlGK, v_BlGK = inputs
-        cache = LayerCache(tokens={"k": k_BlGK, "v": v_BlGK}, states={})
-        return self.mix(config, weights, inputs, rows), cache
+        return self.mix(config, weights, inputs, rows), _make_cache(config, inputs)
 
     def decode(
         self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], token: NextToken
@@ -205,7 +203,7 @@ class Attention(Mixer):
             score=config.layer_scores[0],  # layers of a kind differ in their windows only
             sinks_H=weights.get("sinks"),
         )
-        return out_BHK[:, None], LayerCache(tokens={"k": k_B1GK, "v": v_B1GK}, states={})
+        return out_BHK[:, None], _make_cache(config, inputs)
 
     def product_width(self, config: ModelConfig, workload: Workload) -> int:
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -238,3 +236,11 @@ class Attention(Mixer):
         near = lengths if layer.window is None else np.minimum(lengths, layer.window)
         pairs = float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
         return 4 * config.num_heads * config.head_dim * pairs
+
+
+def _make_cache(config: ModelConfig, inputs: Sequence[Array]) -> LayerCache:
+    """Keys and values of a layer; empty if they are another layer's."""
+    if config.shared_keys is not None:
+        return LayerCache(tokens={}, states={})
+    _, k_BlGK, v_BlGK = inputs
+    return LayerCache(tokens={"k": k_BlGK, "v": v_BlGK}, states={})

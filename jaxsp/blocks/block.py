@@ -11,6 +11,7 @@ Only `mix` communicates. Everything else treats each token independently.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,11 +29,13 @@ from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import (
     Parameter,
     Weights,
+    activate,
     apply_norm,
     declare_norm,
     declare_param,
     scale,
 )
+from jaxsp.blocks.linear import Linear
 from jaxsp.core.batch import Batch
 
 
@@ -238,6 +241,28 @@ class Mixer(abc.ABC):
         """Floating-point operations of `mix` in a layer, for segments of these lengths."""
 
 
+class PerLayerInput(nnx.Module):
+    """Adds an input of the layer to the residual: norm(project(activation(gate(x)) * input)).
+
+    Source: Gemma 4 (Gemma4TextDecoderLayer of transformers).
+    """
+
+    def __init__(self, config: ModelConfig):
+        D = config.hidden_size
+        P = config.per_layer_size
+        linear = functools.partial(Linear, bias=False, config=config)
+        self.gate = linear(D, P, hf_name="per_layer_input_gate")
+        self.projection = linear(P, D, hf_name="per_layer_projection")
+        self.norm = declare_norm(D, "post_per_layer_input_norm", config)
+        self.activation = config.activation
+
+    def __call__(
+        self, x_BlD: Float[Array, "B l D"], input_BlP: Float[Array, "B l P"], keys: Keys | None
+    ) -> Float[Array, "B l D"]:
+        gate_BlP = activate(self.gate(x_BlD, keys), self.activation)
+        return apply_norm(self.norm, self.projection(gate_BlP * input_BlP, keys))
+
+
 class LayerOutput(nnx.Module):
     """Part of a layer after the mixing: output projection and feed-forward, each with a residual.
 
@@ -257,6 +282,7 @@ class LayerOutput(nnx.Module):
         if config.has_layer_scale:
             layer_scale = declare_param(Parameter(shape=(1,), hf_name="layer_scalar", mean=1.0))
         self.layer_scale = layer_scale
+        self.per_layer_input = PerLayerInput(config) if config.per_layer_size else None
 
     def __call__(
         self,
@@ -264,10 +290,12 @@ class LayerOutput(nnx.Module):
         mixed: Float[Array, "B l ..."],
         mlp_input: Float[Array, "B l D"] | None,
         keys: Keys | None,
-        *carried: Array,
+        *carried: Any,
     ) -> tuple[Float[Array, "B l D"], Statistics]:
-        """Args: keys: as in `FeedForward`. mlp_input, carried: see `MixerInput`."""
-        out_BlD = self.o(mixed, *carried, keys=keys)
+        """Args: keys: as in `FeedForward`. mlp_input, carried: see `MixerInput`; the last of them
+        is the input of `PerLayerInput`, if there is one."""
+        gates = carried if self.per_layer_input is None else carried[:-1]
+        out_BlD = self.o(mixed, *gates, keys=keys)
         x_BlD = x_BlD + scale(apply_norm(self.output_norm, out_BlD), self.residual_scale)
         if mlp_input is None:
             mlp_input = apply_norm(self.norm, x_BlD)
@@ -275,6 +303,8 @@ class LayerOutput(nnx.Module):
         mlp_out_BlD, statistics = self.mlp(mlp_input, keys, *residual)
         mlp_out_BlD = apply_norm(self.mlp_norm, mlp_out_BlD)
         x_BlD = x_BlD + scale(mlp_out_BlD, self.residual_scale)
+        if self.per_layer_input is not None:
+            x_BlD = x_BlD + self.per_layer_input(x_BlD, carried[-1], keys)
         if self.layer_scale is not None:
             factor = jax.lax.stop_gradient(self.layer_scale[...])[0]
             x_BlD = x_BlD * factor.astype(x_BlD.dtype)

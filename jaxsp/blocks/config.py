@@ -192,6 +192,11 @@ class ModelConfig:
     has_layer_scale: bool = False
     """True if a layer's output, with the residual, is multiplied by a number of its own that is
     not trained (Gemma 4)."""
+    per_layer_size: int = 0
+    """Elements of an input of each layer besides the residual, which is made of a token's row in a
+    table of the layer and a projection of the first layer's input (Gemma 4); 0: there is none."""
+    per_layer_vocab_size: int = 0
+    """Rows of these tables."""
     qkv_bias: bool = False
     output_bias: bool = False
     """True if attention's output projection has a bias."""

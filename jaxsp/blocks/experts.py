@@ -15,9 +15,9 @@ from jaxsp.blocks.block import FeedForward, FeedForwardCost, Statistics
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
+from jaxsp.blocks.layers import Parameter, RowGroups, activate, declare_param, scale
 from jaxsp.blocks.linear import Linear
-from jaxsp.blocks.mlp import Mlp, activate
+from jaxsp.blocks.mlp import Mlp
 from jaxsp.experts import balance, kernels, places, routing
 
 

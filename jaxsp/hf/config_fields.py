@@ -272,6 +272,12 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             "Use 64 or 128."
         )
     vocab_size = fields["vocab_size"]
+    rows = given.get("vocab_size_per_layer_input", vocab_size)
+    if given.get("hidden_size_per_layer_input") and rows < vocab_size:
+        yield (
+            f"vocab_size_per_layer_input = {rows}: must be at least vocab_size, which is "
+            f"{vocab_size}: transformers has no such embedding for the other tokens."
+        )
     padding_id = fields.get("pad_token_id", 0)
     if not -vocab_size <= padding_id < vocab_size:
         yield (

@@ -56,6 +56,8 @@ _MODEL_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "logits_scaling": ("logit_scale", lambda x: 1 / x),
     "output_multiplier": ("logit_scale", lambda x: x),
     "post_norm_eps": ("post_norm_eps", lambda x: x),
+    "hidden_size_per_layer_input": ("per_layer_size", lambda x: x),
+    "vocab_size_per_layer_input": ("per_layer_vocab_size", lambda x: x),
     "use_qk_norm": ("qk_norm", lambda x: "head" if x else "none"),
 }
 """Fields that only some families have, and the field of ModelConfig with its value."""

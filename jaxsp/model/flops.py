@@ -27,7 +27,9 @@ def step_flops(
     for kind, params in decoder.split_kinds(model, table["layers"]).items():
         feed_forward = registry.FEED_FORWARDS[kind.feed_forward]
         of_feed_forward = jax.tree.leaves(params["post_attention"]["mlp"])
-        for param in filter(lambda param: param.is_matrix, jax.tree.leaves(params)):
+        for param in jax.tree.leaves(params):
+            if not param.is_matrix or param.is_lookup:
+                continue
             fraction = 1.0
             if any(param is part for part in of_feed_forward):
                 fraction = feed_forward.active_fraction(model.of_kind(kind), param)

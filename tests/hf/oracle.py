@@ -223,6 +223,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 40,
     },
+    "gemma4_shared": GEMMA4
+    | {
+        "num_hidden_layers": 6,
+        # layers 3 to 5 share the keys of layers 1 and 2
+        "layer_types": [
+            *2 * ["sliding_attention"],
+            *2 * ["full_attention"],
+            "sliding_attention",
+            "full_attention",
+        ],
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 140,
+    },
     "olmo2": {**SIZES, "model_type": "olmo2"},
     "olmo3": {
         **SIZES,
@@ -518,8 +533,10 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
 
     used = set()
 
-    def take_one(param: Parameter, name: str) -> np.ndarray:
+    def take_one(param: Parameter, name: str, layer: int | None) -> np.ndarray:
         used.add(name)
+        if param.joined_layers is not None:
+            return left[name][param.find_block(2 * (slice(None),), layer)]
         whole = param.view_matrices(left[name])
         if param.hf_rows is None:
             return whole
@@ -527,7 +544,7 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
         return whole.take(param.hf_rows.find(np.arange(param.matrix_shape[0])), axis=axis)
 
     def take_layer(param: Parameter, layer: int | None) -> np.ndarray:
-        parts = [take_one(param, name) for _, name in param.list_tensors(layer)]
+        parts = [take_one(param, name, layer) for _, name in param.list_tensors(layer)]
         return np.stack(parts) if param.has_tensor_per_expert else parts[0]
 
     def take(param: Parameter) -> np.ndarray:

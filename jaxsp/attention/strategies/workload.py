@@ -70,8 +70,9 @@ class LayerWorkload:
     has_windowed_kinds: bool = False
     """True if layers of any kind have a sliding window."""
     has_other_kinds: bool = False
-    """True if layers with the same heads are of other kinds. Then XLA merges no collectives of the recomputed
-    forward pass with those of the backward pass, because each is in a branch of its own."""
+    """True if layers with the same heads are of other kinds. Then XLA merges no collectives of the
+    recomputed forward pass with those of the backward pass, because each is in a branch of its
+    own."""
 
     @property
     def itemsize(self) -> int:
