@@ -106,16 +106,20 @@ class AttentionInput(MixerInput):
             gate = self.gate(x_BlD, keys)
             carried = (gate.reshape(*gate.shape[:2], config.num_heads, config.head_dim),)
         q = self._split_heads(q, self.q_norm)
-        q = rope.rotate(q, angles, is_interleaved=config.rope_interleaved)
+        rotate = functools.partial(
+            rope.rotate, angles=angles, is_interleaved=config.rope_interleaved
+        )
+        k_and_v: list[Array] = []
+        if self.k is not None:
+            projected = self.k(x_BlD, keys)
+            k = self._split_heads(projected, self.k_norm)
+            v = self._split_heads(projected if self.v is None else self.v(x_BlD, keys), None)
+            k_and_v = [k, apply_norm(self.v_norm, v)]
+        q = rotate(q)
+        k_and_v[:1] = map(rotate, k_and_v[:1])
         if config.query_scale is not None:
             q = rope.scale_queries(q, positions_Bl, config.query_scale)
-        if self.k is None:
-            return (q,), (mlp_input, *carried)
-        projected = self.k(x_BlD, keys)
-        k = self._split_heads(projected, self.k_norm)
-        v = self._split_heads(projected if self.v is None else self.v(x_BlD, keys), None)
-        k = rope.rotate(k, angles, is_interleaved=config.rope_interleaved)
-        return (q, k, apply_norm(self.v_norm, v)), (mlp_input, *carried)
+        return (q, *k_and_v), (mlp_input, *carried)
 
     def _split_heads(
         self, x: Array, norm: Norm | NormWithoutWeight | None

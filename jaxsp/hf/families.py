@@ -328,8 +328,8 @@ _GLOBAL_SIZES = {
 
 
 def _normalize_gemma4(fields: dict[str, Any]) -> dict[str, Any]:
-    """As in transformers, the last layer attends to whole documents. What transformers 5.23 writes
-    as per_layer_config has the names of published models."""
+    """Fields in which the last layer attends to whole documents, as in transformers, and what
+    transformers 5.23 writes as per_layer_config has the names of published models."""
     fields = {**fields}
     types = fields.get("layer_types")
     if isinstance(types, list) and types:
@@ -383,6 +383,8 @@ FAMILIES["gemma4_unified_text"] = FAMILIES["gemma4_text"]
 
 _IMAGE_PARTS = ("vision_tower", "multi_modal_projector")
 
+_GEMMA4_PARTS = ("vision_tower", "vision_embedder", "embed_vision", "audio_tower", "embed_audio")
+
 _QWEN3_5_IMAGES: dict[str, Any] = {
     "values": {"language_model_only": (False,)},
     "other_parts": ("visual", "mtp"),
@@ -394,6 +396,8 @@ MULTIMODAL_FAMILIES = {
         unused_text_fields=("final_logit_softcapping",),
         other_parts=_IMAGE_PARTS,
     ),
+    "gemma4": Family(text_types=("gemma4_text",), other_parts=_GEMMA4_PARTS),
+    "gemma4_unified": Family(text_types=("gemma4_unified_text",), other_parts=_GEMMA4_PARTS),
     "mistral3": Family(text_types=("mistral", "ministral3"), other_parts=_IMAGE_PARTS),
     "qwen3_5": Family(text_types=("qwen3_5_text",), **_QWEN3_5_IMAGES),
     "qwen3_5_moe": Family(text_types=("qwen3_5_moe_text",), **_QWEN3_5_IMAGES),

@@ -397,13 +397,14 @@ def _parse_sizes(given: dict[str, Any], types: list[str]) -> list[LayerSizes | N
         is_shared = layer >= num_unshared
         is_source = num_unshared < len(types) and layer == sources[layer_type]
         name = layer_type.partition("_")[0]
+        uses = {"source": is_source, "shared": is_shared}
         is_wide = is_shared and given["use_double_wide_mlp"]
         fields = {
             x: own.get(layer, {}).get(x, given[x]) for x in ("head_dim", "num_key_value_heads")
         }
         sizes.append(
             LayerSizes(
-                name=name + is_source * "_source" + is_shared * "_shared",
+                name="_".join([name, *filter(uses.get, uses)]),
                 num_kv_heads=fields["num_key_value_heads"],
                 head_dim=fields["head_dim"],
                 intermediate_size=given["intermediate_size"] * (1 + is_wide),

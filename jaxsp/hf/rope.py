@@ -105,7 +105,7 @@ def _linear(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
 
 
 def _proportional(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
-    """As linear, if there is a factor."""
+    """Positions are divided by the factor, if there is one."""
     factor = group["factor"]
     return base / factor, 1.0, f"factor {factor:g}" if factor != 1 else ""
 
