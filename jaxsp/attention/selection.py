@@ -433,6 +433,16 @@ def _has_chunk_kernel(kernel: Kernel) -> bool:
     return kernel.make_chunk_kernel(KernelSettings(), ScoreConfig()) is not None
 
 
+def describe_exceptions(choice: AttentionChoice) -> list[str]:
+    """Descriptions of the kernels that only some layers have."""
+    heads = [score.heads for score in choice.layer_scores]
+    return [
+        f"{heads.count(x.heads)} of {len(heads)} layers: {x.kernel.describe()} kernel for "
+        f"{x.heads[0]} K/V heads of {x.heads[1]}{x.reason and f', because {x.reason}'}"
+        for x in choice.exceptions
+    ]
+
+
 def describe_choice(choice: AttentionChoice, model: HasHeads) -> str:
     """Describes a choice in one line.
 
@@ -460,12 +470,7 @@ def describe_choice(choice: AttentionChoice, model: HasHeads) -> str:
         kernel += (
             f", {part}" if count == num_layers else f", {count} of {num_layers} layers: {part}"
         )
-    for other in choice.exceptions:
-        count = sum(score.heads == other.heads for score in choice.layer_scores)
-        kernel += (
-            f", {count} of {num_layers} layers: {other.kernel.describe()} kernel for "
-            f"{other.heads[0]} K/V heads of {other.heads[1]}, because {other.reason}"
-        )
+    kernel += "".join(f", {text}" for text in describe_exceptions(choice))
     reason = ""
     if choice.fallback_reason:
         reason = f" ({choice.kernel.name} because {choice.fallback_reason})"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jaxsp.attention.selection import choose_strategy
+from jaxsp.attention.selection import choose_strategy, describe_exceptions
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
@@ -257,7 +257,7 @@ def plan_step(
         attention_bytes=choice.sent_bytes,
         alternative_bytes=dict(choice.alternatives),
         kernel=choice.kernel.name,
-        kernel_title=choice.kernel.title,
+        kernel_title=", ".join([choice.kernel.title, *describe_exceptions(choice)]),
         fallback_reason=choice.fallback_reason,
         head_chunks=choice.settings.head_chunks,
         remat=spec.remat_policy.remat,
