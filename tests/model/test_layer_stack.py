@@ -248,7 +248,8 @@ def test_gradients_of_shared_arrays_are_summed_over_the_layers(policy):
         shared = {"all": of_all}
         all_sums = []
         for layer, kind in enumerate(kinds):
-            own = jax.tree.map(lambda w, i=kinds[:layer].count(kind): w[i], weights[kind])
+            number = kinds[:layer].count(kind)
+            own = jax.tree.map(lambda w, i=number: w[i], weights[kind])
             x, sums = layers[kind](x, (own, indices[layer]), batch=batch, shared=shared)
             shared |= sums.pop(layer_stack.STORED, {})
             all_sums.append(sums["squares"])
