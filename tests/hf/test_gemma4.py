@@ -89,8 +89,8 @@ def test_layers_whose_heads_cudnn_does_not_compute_use_blockwise():
     selected = decoder.make_layers(model, attend, UnshardedGather(), 1)
     names = {kind.name: layer.attend.kernels[0][0].name for kind, layer in selected.items()}
     assert names == {"attention_mlp_sliding": "cudnn", "attention_mlp_full": "blockwise"}
+    fixed = requested.model_copy(update={"kernel": "cudnn"})
     with pytest.raises(UserError, match="up to 256"):
-        fixed = requested.model_copy(update={"kernel": "cudnn"})
         choose_attention(fixed, rows, model, devices=[Gpu()], device_bytes=80 * 2**30)
 
 

@@ -137,7 +137,8 @@ last message always has some."""
 SPECIAL = (
     "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
     "[INST] [/INST] [TOOL_CALLS] <start_of_turn> <end_of_turn> "
-    "<|turn> <turn|> <|channel> <channel|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"
+    "<|turn> <turn|> <|channel> <channel|> "
+    "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"
 ).split()
 
 _WORDS = (
