@@ -89,6 +89,7 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
             if is_stacked_on_host and spec.has_offloaded_state:
                 weights += spec.dtype.itemsize * size
     activations = _stream_bytes(spec) if spec.model.has_embedding_norm else 0
+    activations += _shared_bytes(spec)
     for segment in spec.model.segments:
         for periods, policy in spec.remat_policy.divide(segment, spec.model.num_layers):
             saved = (_saved_bytes(spec, kind, policy) for kind in segment.period)
@@ -108,6 +109,16 @@ def _held_bytes(spec: StepSpec, param: Parameter) -> tuple[int, int]:
 def _stream_bytes(spec: StepSpec) -> int:
     """Bytes of a layer's input."""
     return spec.tokens_per_device * spec.model.hidden_size * spec.dtype.itemsize
+
+
+def _shared_bytes(spec: StepSpec) -> int:
+    """Bytes of arrays that several layers share, and of their gradients, which are float32."""
+    model = spec.model
+    width = model.hidden_size if model.per_layer_size else 0
+    for kind in model.kinds:
+        if kind.sizes is not None and kind.sizes.stored_keys is not None:
+            width += 2 * kind.sizes.num_kv_heads * kind.sizes.head_dim
+    return 2 * 4 * width * spec.tokens_per_device
 
 
 def kept_mlp_widths(model: ModelConfig) -> list[int]:

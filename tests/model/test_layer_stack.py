@@ -241,7 +241,9 @@ def test_gradients_of_shared_arrays_are_summed_over_the_layers(policy):
         }
         for kind in layers
     }
-    x, batch, of_all = normal(5, 6), normal(5, 6), normal(5, 6)
+    x = normal(5, 6)
+    batch = normal(5, 6)
+    of_all = normal(5, 6)
     indices = jnp.arange(len(kinds)) / 10
 
     def run_plain(x, weights, of_all):
