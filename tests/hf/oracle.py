@@ -225,15 +225,16 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gemma4_shared": GEMMA4
     | {
-        "num_hidden_layers": 6,
-        # layers 3 to 5 share the keys of layers 1 and 2
+        "num_hidden_layers": 5,
+        # the last layers share the keys of the first two, one of them with two layers
         "layer_types": [
-            *2 * ["sliding_attention"],
+            "sliding_attention",
             *2 * ["full_attention"],
             "sliding_attention",
             "full_attention",
         ],
         "num_kv_shared_layers": 3,
+        "tie_word_embeddings": False,
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 12,
         "vocab_size_per_layer_input": 140,

@@ -34,11 +34,12 @@ def test_layers_of_a_type_have_its_sizes():
 
 
 def test_shared_layers_use_the_keys_of_the_last_layer_of_their_type_before_them():
-    config = parse(SHARED)
+    types = [*2 * ["sliding_attention"], *2 * ["full_attention", "sliding_attention"]]
+    config = parse(SHARED, num_hidden_layers=6, layer_types=types)
     kinds = [(layer.sizes.stored_keys, layer.sizes.shared_keys) for layer in config.layers]
     assert kinds == [
         *[(None, None), ("sliding", None), ("full", None)],
-        *[(None, "full"), (None, "sliding"), (None, "full")],
+        *[(None, "sliding"), (None, "full"), (None, "full")],
     ]
     assert [layer.sizes.intermediate_size for layer in config.layers] == 3 * [56] + 3 * [112]
 
@@ -55,7 +56,7 @@ def test_sizes_that_transformers_writes_for_each_layer_are_read():
     [
         ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "vision"]),
         ({"per_layer_config": {"1": {"hidden_size": 8}}}, ["per_layer_config", "global_head_dim"]),
-        ({"num_kv_shared_layers": 5}, ["num_kv_shared_layers = 5", "the first 1 of 6"]),
+        ({"num_kv_shared_layers": 4}, ["num_kv_shared_layers = 4", "the first 1 of 5"]),
         ({"vocab_size_per_layer_input": 100}, ["vocab_size_per_layer_input = 100", "131"]),
         ({"enable_moe_block": True}, ["num_experts: missing", "moe_intermediate_size: missing"]),
     ],
@@ -101,7 +102,7 @@ def test_tensors_that_shared_layers_do_not_use_are_ignored(tmp_path):
     path = tmp_path / "model.safetensors"
     stored = safetensors.numpy.load_file(path)
     for name in ("k_proj", "v_proj", "k_norm"):
-        stored[f"model.layers.4.self_attn.{name}.weight"] = stored["model.norm.weight"]
+        stored[f"model.layers.3.self_attn.{name}.weight"] = stored["model.norm.weight"]
     safetensors.numpy.save_file(stored, path, metadata={"format": "pt"})
     table = decoder.param_table(parse(SHARED))
     reader = weights.open_folder(folder.find(str(tmp_path)), table)
