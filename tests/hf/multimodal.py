@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma4": {
         "model_type": "gemma4",
         "architectures": ["Gemma4ForConditionalGeneration"],
-        "text_config": oracle.MODELS["gemma4_shared"],
+        "text_config": oracle.MODELS["gemma4_shared"] | {"tie_word_embeddings": True},
         "vision_config": {
             **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
             **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
