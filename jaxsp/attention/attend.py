@@ -9,7 +9,7 @@ group share attention) and a kernel (how one device computes its part). To add a
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,14 +47,32 @@ class Attend:
     of rows; output and gradients are 0 at padding."""
 
     strategy: Strategy
-    kernel: Kernel
-    settings: KernelSettings
+    kernels: tuple[tuple[Kernel, KernelSettings], ...]
+    """Kernel of each kind of layer."""
     kinds: tuple[ScoreConfig, ...]
     """Scores of each kind of layer, in the order in which the kinds first occur."""
     layer_kinds: tuple[int, ...]
     """Kind of each layer, as an index into `kinds`."""
     functions: tuple[AttentionFunctions, ...]
     """Forward and backward pass of each kind."""
+
+    @property
+    def _kernel(self) -> tuple[Kernel, KernelSettings]:
+        (kernel,) = {*self.kernels}  # `select` gives the layers with one kernel
+        return kernel
+
+    def select(self, layer_kinds: Sequence[int]) -> "Attend":
+        """Attention of some layers, which have one kernel. Args: layer_kinds: theirs."""
+        chosen = tuple(dict.fromkeys(layer_kinds))
+        if len(chosen) in (0, len(self.kinds)):
+            return self
+        return dataclasses.replace(
+            self,
+            kernels=tuple(self.kernels[kind] for kind in chosen),
+            kinds=tuple(self.kinds[kind] for kind in chosen),
+            layer_kinds=tuple(map(chosen.index, layer_kinds)),
+            functions=tuple(self.functions[kind] for kind in chosen),
+        )
 
     @property
     def layout(self) -> Layout:
@@ -84,7 +102,7 @@ class Attend:
         row_tokens = tokens_per_device * self.strategy.seq
         with jax.named_scope(SCOPE):
             rows = Segments(starts_BM, lengths_BM)
-            return self.strategy.tokens.make_tables(self.kernel, self.settings, rows, row_tokens)
+            return self.strategy.tokens.make_tables(*self._kernel, rows, row_tokens)
 
     def __call__(
         self,
@@ -106,7 +124,8 @@ class Attend:
             sinks_H: one more score per head in the softmax of every token; its value vector is 0.
                 Each device returns its term of the gradient, to be summed over the group.
         """
-        assert sinks_H is None or self.kernel.has_lse, "sinks need a log-sum-exp"
+        kernel, _ = self._kernel
+        assert sinks_H is None or kernel.has_lse, "sinks need a log-sum-exp"
         heads = self.strategy.heads
         tokens = self.strategy.tokens
         with jax.named_scope(self._scope):
@@ -119,7 +138,7 @@ class Attend:
             mask: Callable[[Array], Array] = lambda x: x
             # Whatever a kernel computes at padding, even NaN, is dropped. Kernels that mask padding
             # themselves do so with fewer passes over their inputs
-            if not self.kernel.masks_padding:
+            if not kernel.masks_padding:
                 inside_BL = tokens.segment_mask(starts_BM, lengths_BM, q_BLhK.shape[1])
                 inside_BL11 = inside_BL[..., None, None]
                 mask = lambda x: jnp.where(inside_BL11, x, jnp.zeros((), x.dtype))
@@ -148,6 +167,7 @@ def make_attend(
     seq: int = 1,
     settings: KernelSettings | None = None,
     layer_scores: Sequence[ScoreConfig] = (ScoreConfig(),),
+    exceptions: Mapping[tuple[int, int] | None, tuple[Kernel, KernelSettings]] | None = None,
 ) -> Attend:
     """Makes attention of a strategy and a kernel.
 
@@ -156,6 +176,7 @@ def make_attend(
         strategy: None: Ulysses among `seq` devices.
         layer_scores: scores of each layer. Layers with equal scores are of one kind, and if all
             are, one entry is enough.
+        exceptions: other kernels, by the `ScoreConfig.heads` that have them.
     Raises: UserError for a kernel that computes whole rows only, if the strategy needs chunks.
     """
     if strategy is None:
@@ -166,13 +187,14 @@ def make_attend(
     kinds = tuple(dict.fromkeys(layer_scores))
     if isinstance(kernel, FunctionKernel):
         assert len(kinds) == 1, f"a function has one kind of layer, and there are {len(kinds)}"
+    kernels = tuple((exceptions or {}).get(score.heads, (kernel, settings)) for score in kinds)
+    make = strategy.tokens.make_functions
     return Attend(
         strategy=strategy,
-        kernel=kernel,
-        settings=settings,
+        kernels=kernels,
         kinds=kinds,
         layer_kinds=tuple(map(kinds.index, layer_scores)),
-        functions=tuple(strategy.tokens.make_functions(kernel, settings, score) for score in kinds),
+        functions=tuple(make(*of_kind, kinds[i]) for i, of_kind in enumerate(kernels)),
     )
 
 
@@ -183,6 +205,7 @@ def make_chosen_attend(choice: AttentionChoice) -> Attend:
         strategy=choice.strategy,
         settings=choice.settings,
         layer_scores=choice.layer_scores,
+        exceptions={x.heads: (x.kernel, x.settings) for x in choice.exceptions},
     )
 
 

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
@@ -45,6 +45,18 @@ _MIN_MENTIONED_LSE_BYTES = 64 * units.MIB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelException:
+    """Kernel of layers whose heads the kernel of the other layers does not compute."""
+
+    heads: tuple[int, int]
+    """Their `ScoreConfig.heads`."""
+    kernel: Kernel
+    settings: KernelSettings
+    reason: str
+    """Reason that it is not an earlier kernel."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
     """Strategy, kernel and settings of attention, for rows of one length. Processes compare its
     `repr`."""
@@ -61,6 +73,27 @@ class AttentionChoice:
     """Reason that `auto` did not use its first kernel; empty if it did."""
     layer_scores: tuple[ScoreConfig, ...]
     """Scores of each layer, without windows that are at least as long as the rows."""
+    exceptions: tuple[KernelException, ...] = ()
+    """Other kernels that layers with other heads have than those of the first layer."""
+
+    def find_kernel(self, heads: tuple[int, int] | None) -> tuple[Kernel, KernelSettings]:
+        """Kernel of layers with these `ScoreConfig.heads`."""
+        for other in self.exceptions:
+            if other.heads == heads:
+                return other.kernel, other.settings
+        return self.kernel, self.settings
+
+    @property
+    def library_kernel(self) -> Kernel:
+        """The kernel that XLA does not compile; that of the first layer if there is none."""
+        kernels = (self.kernel, *(x.kernel for x in self.exceptions))
+        return next((kernel for kernel in kernels if kernel.custom_call_prefix), self.kernel)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The largest `KernelSettings.workspace_bytes` of a kernel."""
+        settings = (self.settings, *(x.settings for x in self.exceptions))
+        return max(x.workspace_bytes for x in settings)
 
 
 class StrategyOption(NamedTuple):
@@ -81,7 +114,7 @@ def choose_attention(
 ) -> AttentionChoice:
     """Chooses what a config requests, or what `auto` means on these devices, which may be absent.
 
-    The kernel and its settings are the same for all layers.
+    The kernel and its settings are the same for all layers with the same sizes of heads.
 
     Args:
         device_bytes: memory of a device; None: what the devices report, if they are present.
@@ -92,13 +125,19 @@ def choose_attention(
     device_bytes = device_bytes or min_device_bytes(devices)
     # As if attention were saved, so that memory options do not change the choice
     layers = count_workloads(rows, model)
-    workloads = [strategy.kernel_workload(layer) for layer in layers]
-    kernel, fallback_reason = _choose_kernel(requested.kernel, workloads, devices, device_bytes)
-    raise_if_whole_rows_only(kernel, strategy)
-    settings = _configure(
-        kernel, workloads, requested.head_chunks, fallback_reason, devices, device_bytes
-    )
-    layer = next(iter(layers))  # their heads are equal
+    by_heads: dict[tuple[int, int], list[KernelWorkload]] = {}
+    for each in layers:
+        workload = strategy.kernel_workload(each)
+        by_heads.setdefault((each.num_kv_heads, each.head_dim), []).append(workload)
+    made: dict[tuple[int, int], KernelException] = {}
+    for heads, workloads in by_heads.items():
+        kernel, reason = _choose_kernel(requested.kernel, workloads, devices, device_bytes)
+        raise_if_whole_rows_only(kernel, strategy)
+        chunks = requested.head_chunks if not made or kernel.supports_head_chunks else None
+        settings = _configure(kernel, workloads, chunks, reason, devices, device_bytes)
+        made[heads] = KernelException(heads=heads, kernel=kernel, settings=settings, reason=reason)
+    first = next(iter(made.values()))
+    layer = _find_common_heads(layers)
     others = _list_automatic(requested, layer, seq=rows.seq) if rows.seq > 1 else []
     sent_bytes = {}
     for candidate in (strategy, *_without_problems(others, layer)):
@@ -112,10 +151,13 @@ def choose_attention(
             if candidate != strategy
         ),
         sent_bytes=sent_bytes[strategy],
-        kernel=kernel,
-        settings=settings,
-        fallback_reason=fallback_reason,
+        kernel=first.kernel,
+        settings=first.settings,
+        fallback_reason=first.reason,
         layer_scores=drop_long_windows(model.layer_scores, row_tokens=rows.row_tokens),
+        exceptions=tuple(
+            x for x in made.values() if (x.kernel, x.settings) != (first.kernel, first.settings)
+        ),
     )
 
 
@@ -133,7 +175,7 @@ def choose_strategy(requested: AttentionConfig, rows: GroupRows, model: HasHeads
     if rows.seq == 1:
         return combine(1)
     layers = count_workloads(rows, model)
-    layer = next(iter(layers))
+    layer = _find_common_heads(layers)
     candidates = _without_problems(_list_candidates(requested, layer, seq=rows.seq), layer)
     best = min(candidates, key=lambda c: (_link_time(c, layers), -c.heads.degree))
     for option in _list_exchange_options():
@@ -153,6 +195,13 @@ def choose_strategy(requested: AttentionConfig, rows: GroupRows, model: HasHeads
     return best
 
 
+def _find_common_heads(layers: Iterable[LayerWorkload]) -> LayerWorkload:
+    """The first workload, with K/V heads of which all layers have a multiple."""
+    first, *others = layers
+    num_kv_heads = math.gcd(first.num_kv_heads, *(layer.num_kv_heads for layer in others))
+    return dataclasses.replace(first, num_kv_heads=num_kv_heads)
+
+
 def list_options(
     requested: AttentionConfig, rows: GroupRows, model: HasHeads
 ) -> list[StrategyOption]:
@@ -162,7 +211,7 @@ def list_options(
         return [StrategyOption("none shared", {})]
     if requested.strategy != "auto":
         return [StrategyOption(requested.strategy, {"strategy": requested.strategy})]
-    layer = next(iter(count_workloads(rows, model)))
+    layer = _find_common_heads(count_workloads(rows, model))
     unused = {
         field: AttentionConfig.model_fields[field].default
         for field in ("ulysses_degree", *_list_exchange_options())
@@ -384,6 +433,16 @@ def _has_chunk_kernel(kernel: Kernel) -> bool:
     return kernel.make_chunk_kernel(KernelSettings(), ScoreConfig()) is not None
 
 
+def describe_exceptions(choice: AttentionChoice) -> list[str]:
+    """Descriptions of the kernels that only some layers have."""
+    heads = [score.heads for score in choice.layer_scores]
+    return [
+        f"{heads.count(x.heads)} of {len(heads)} layers: {x.kernel.describe()} kernel for "
+        f"{x.heads[0]} K/V heads of {x.heads[1]}{x.reason and f', because {x.reason}'}"
+        for x in choice.exceptions
+    ]
+
+
 def describe_choice(choice: AttentionChoice, model: HasHeads) -> str:
     """Describes a choice in one line.
 
@@ -411,6 +470,7 @@ def describe_choice(choice: AttentionChoice, model: HasHeads) -> str:
         kernel += (
             f", {part}" if count == num_layers else f", {count} of {num_layers} layers: {part}"
         )
+    kernel += "".join(f", {text}" for text in describe_exceptions(choice))
     reason = ""
     if choice.fallback_reason:
         reason = f" ({choice.kernel.name} because {choice.fallback_reason})"

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ class AttentionInput(MixerInput):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.q, self.k, self.v = self._declare_projections(config)
+        self.v_norm = NormWithoutWeight(config) if config.has_value_norm else None
         gate = None
         if config.attention_gate == "gate_proj":
             dim = config.num_heads * config.head_dim
@@ -47,10 +49,13 @@ class AttentionInput(MixerInput):
             gate = Linear(config.hidden_size, dim, hf_name=name, bias=False, config=config)
         self.gate = gate
         self.q_norm = self._declare_qk_norm("q", config.num_heads, config)
-        self.k_norm = self._declare_qk_norm("k", config.num_kv_heads, config)
+        has_keys = config.shared_keys is None
+        num_kv_heads = config.num_kv_heads
+        self.k_norm = self._declare_qk_norm("k", num_kv_heads, config) if has_keys else None
         self.config = config
 
-    def _declare_projections(self, config: ModelConfig) -> list[Linear]:
+    def _declare_projections(self, config: ModelConfig) -> list[Any]:
+        """Linear layers to q, k and v; None for those that there are not."""
         linear = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, config=config)
         num_heads = (
             config.num_heads * (2 if config.attention_gate == "q_proj" else 1),
@@ -59,9 +64,11 @@ class AttentionInput(MixerInput):
         )
         rows = [heads * config.head_dim for heads in num_heads]
         if config.has_fused_qkv:
-            return declare_fused(linear, rows, hf_name="self_attn.qkv_proj")
+            return [*declare_fused(linear, rows, hf_name="self_attn.qkv_proj")]
+        has_keys = config.shared_keys is None
+        own = {"q": True, "k": has_keys, "v": has_keys and config.has_value_projection}
         return [
-            linear(size, hf_name=f"self_attn.{name}_proj")
+            linear(size, hf_name=f"self_attn.{name}_proj") if own[name] else None
             for name, size in zip("qkv", rows, strict=True)
         ]
 
@@ -83,7 +90,8 @@ class AttentionInput(MixerInput):
         keys: Keys | None,
         rope_index: Int32[Array, ""] | int = 0,
     ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
-        """q [B, l, H, K], k and v [B, l, G, K]; and the gate [B, l, H, K], if there is one."""
+        """q [B, l, H, K], and unless they are shared k and v [B, l, G, K]; and the gate
+        [B, l, H, K], if there is one."""
         config = self.config
         x_BlD, mlp_input = self.normalize(x_BlD)
         angles = rope.compute_angles(positions_Bl, config.ropes, rope_index)
@@ -98,13 +106,20 @@ class AttentionInput(MixerInput):
             gate = self.gate(x_BlD, keys)
             carried = (gate.reshape(*gate.shape[:2], config.num_heads, config.head_dim),)
         q = self._split_heads(q, self.q_norm)
-        k = self._split_heads(self.k(x_BlD, keys), self.k_norm)
-        v = self._split_heads(self.v(x_BlD, keys), None)
-        q = rope.rotate(q, angles, is_interleaved=config.rope_interleaved)
-        k = rope.rotate(k, angles, is_interleaved=config.rope_interleaved)
+        rotate = functools.partial(
+            rope.rotate, angles=angles, is_interleaved=config.rope_interleaved
+        )
+        k_and_v: list[Array] = []
+        if self.k is not None:
+            projected = self.k(x_BlD, keys)
+            k = self._split_heads(projected, self.k_norm)
+            v = self._split_heads(projected if self.v is None else self.v(x_BlD, keys), None)
+            k_and_v = [k, apply_norm(self.v_norm, v)]
+        q = rotate(q)
+        k_and_v[:1] = map(rotate, k_and_v[:1])
         if config.query_scale is not None:
             q = rope.scale_queries(q, positions_Bl, config.query_scale)
-        return (q, k, v), (mlp_input, *carried)
+        return (q, *k_and_v), (mlp_input, *carried)
 
     def _split_heads(
         self, x: Array, norm: Norm | NormWithoutWeight | None
@@ -172,9 +187,7 @@ class Attention(Mixer):
     def prefill(
         self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
     ) -> tuple[Float[Array, "B l H K"], LayerCache]:
-        _, k_BlGK, v_BlGK = inputs
-        cache = LayerCache(tokens={"k": k_BlGK, "v": v_BlGK}, states={})
-        return self.mix(config, weights, inputs, rows), cache
+        return self.mix(config, weights, inputs, rows), _make_cache(config, inputs)
 
     def decode(
         self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], token: NextToken
@@ -191,10 +204,10 @@ class Attention(Mixer):
             keys,
             positions_B=token.positions_B,
             window=token.window,
-            score=config.layer_scores[0],  # layers differ in their windows only
+            score=config.layer_scores[0],  # layers of a kind differ in their windows only
             sinks_H=weights.get("sinks"),
         )
-        return out_BHK[:, None], LayerCache(tokens={"k": k_B1GK, "v": v_B1GK}, states={})
+        return out_BHK[:, None], _make_cache(config, inputs)
 
     def product_width(self, config: ModelConfig, workload: Workload) -> int:
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -212,8 +225,9 @@ class Attention(Mixer):
 
     def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
         choice = workload.attention
-        return choice.settings.workspace_bytes + max(
-            choice.strategy.backward_bytes(layer, choice.settings)
+        _, settings = choice.find_kernel(config.layer_scores[0].heads)
+        return settings.workspace_bytes + max(
+            choice.strategy.backward_bytes(layer, settings)
             for layer in count_workloads(workload.rows, config)
         )
 
@@ -226,3 +240,11 @@ class Attention(Mixer):
         near = lengths if layer.window is None else np.minimum(lengths, layer.window)
         pairs = float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
         return 4 * config.num_heads * config.head_dim * pairs
+
+
+def _make_cache(config: ModelConfig, inputs: Sequence[Array]) -> LayerCache:
+    """Keys and values of a layer; empty if they are another layer's."""
+    if config.shared_keys is not None:
+        return LayerCache(tokens={}, states={})
+    _, k_BlGK, v_BlGK = inputs
+    return LayerCache(tokens={"k": k_BlGK, "v": v_BlGK}, states={})

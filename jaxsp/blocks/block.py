@@ -11,9 +11,11 @@ Only `mix` communicates. Everything else treats each token independently.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
@@ -24,7 +26,16 @@ from jaxsp.attention.strategies.workload import GroupRows
 from jaxsp.blocks.block_config import NormNames
 from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, Weights, apply_norm, declare_norm, scale
+from jaxsp.blocks.layers import (
+    Parameter,
+    Weights,
+    activate,
+    apply_norm,
+    declare_norm,
+    declare_param,
+    scale,
+)
+from jaxsp.blocks.linear import Linear
 from jaxsp.core.batch import Batch
 
 
@@ -134,6 +145,8 @@ class FeedForward(nnx.Module):
 
     checkpoint_names: ClassVar[tuple[str, ...]]
     """Names of the results that `remat: save_attention_and_mlp` keeps."""
+    reads_residual: ClassVar[bool] = False
+    """True if it is also called with the residual, the input of the norm before it."""
 
     def __init__(self, config: ModelConfig): ...
 
@@ -228,6 +241,28 @@ class Mixer(abc.ABC):
         """Floating-point operations of `mix` in a layer, for segments of these lengths."""
 
 
+class PerLayerInput(nnx.Module):
+    """Adds an input of the layer to the residual: norm(project(activation(gate(x)) * input)).
+
+    Source: Gemma 4 (Gemma4TextDecoderLayer of transformers).
+    """
+
+    def __init__(self, config: ModelConfig):
+        D = config.hidden_size
+        P = config.per_layer_size
+        linear = functools.partial(Linear, bias=False, config=config)
+        self.gate = linear(D, P, hf_name="per_layer_input_gate")
+        self.projection = linear(P, D, hf_name="per_layer_projection")
+        self.norm = declare_norm(D, "post_per_layer_input_norm", config)
+        self.activation = config.activation
+
+    def __call__(
+        self, x_BlD: Float[Array, "B l D"], input_BlP: Float[Array, "B l P"], keys: Keys | None
+    ) -> Float[Array, "B l D"]:
+        gate_BlP = activate(self.gate(x_BlD, keys), self.activation)
+        return apply_norm(self.norm, self.projection(gate_BlP * input_BlP, keys))
+
+
 class LayerOutput(nnx.Module):
     """Part of a layer after the mixing: output projection and feed-forward, each with a residual.
 
@@ -240,9 +275,14 @@ class LayerOutput(nnx.Module):
         self.o = mixer.declare_output(config)
         self.output_norm = declare_norm(D, names.post_attention, config, eps=config.post_norm_eps)
         self.norm = declare_norm(D, names.pre_mlp, config)
-        self.mlp = feed_forward(config)
+        self.mlp: Any = feed_forward(config)  # called with the residual too if it reads it
         self.mlp_norm = declare_norm(D, names.post_mlp, config, eps=config.post_norm_eps)
         self.residual_scale = config.residual_scale
+        layer_scale: nnx.Param | None = None
+        if config.has_layer_scale:
+            layer_scale = declare_param(Parameter(shape=(1,), hf_name="layer_scalar", mean=1.0))
+        self.layer_scale = layer_scale
+        self.per_layer_input = PerLayerInput(config) if config.per_layer_size else None
 
     def __call__(
         self,
@@ -250,13 +290,22 @@ class LayerOutput(nnx.Module):
         mixed: Float[Array, "B l ..."],
         mlp_input: Float[Array, "B l D"] | None,
         keys: Keys | None,
-        *carried: Array,
+        *carried: Any,
     ) -> tuple[Float[Array, "B l D"], Statistics]:
-        """Args: keys: as in `FeedForward`. mlp_input, carried: see `MixerInput`."""
-        out_BlD = self.o(mixed, *carried, keys=keys)
+        """Args: keys: as in `FeedForward`. mlp_input, carried: see `MixerInput`; the last of them
+        is the input of `PerLayerInput`, if there is one."""
+        gates = carried if self.per_layer_input is None else carried[:-1]
+        out_BlD = self.o(mixed, *gates, keys=keys)
         x_BlD = x_BlD + scale(apply_norm(self.output_norm, out_BlD), self.residual_scale)
         if mlp_input is None:
             mlp_input = apply_norm(self.norm, x_BlD)
-        mlp_out_BlD, statistics = self.mlp(mlp_input, keys)
+        residual = (x_BlD,) if self.mlp.reads_residual else ()
+        mlp_out_BlD, statistics = self.mlp(mlp_input, keys, *residual)
         mlp_out_BlD = apply_norm(self.mlp_norm, mlp_out_BlD)
-        return x_BlD + scale(mlp_out_BlD, self.residual_scale), statistics
+        x_BlD = x_BlD + scale(mlp_out_BlD, self.residual_scale)
+        if self.per_layer_input is not None:
+            x_BlD = x_BlD + self.per_layer_input(x_BlD, carried[-1], keys)
+        if self.layer_scale is not None:
+            factor = jax.lax.stop_gradient(self.layer_scale[...])[0]
+            x_BlD = x_BlD * factor.astype(x_BlD.dtype)
+        return x_BlD, statistics

@@ -78,6 +78,8 @@ class ExpertNames:
     router: str = "mlp.gate.weight"
     router_bias: str | None = None
     """Bias of the router's logits; None: there is none."""
+    expert_scale: str | None = None
+    """Factors on each expert's weights (Gemma 4); None: there are none."""
     correction: str | None = None
     """Numbers that are added to an expert's score for the choice only (GLM-4.5); None: none."""
     gate: str = "mlp.experts.{expert}.gate_proj.weight"

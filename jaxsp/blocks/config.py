@@ -38,18 +38,45 @@ EXPERTS = "experts"
 """Name of the feed-forward that is a choice of experts."""
 
 
+MLP_AND_EXPERTS = "mlp_and_experts"
+"""Name of the feed-forward that has both."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class LayerSizes:
+    """Fields of `ModelConfig` that are others in the layers of a kind. Either all layers of a model
+    have sizes of their own, or none."""
+
+    name: str
+    """Name of the kind in the parameter table. Kinds are sorted by it."""
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    has_value_projection: bool = True
+    stored_keys: str | None = None
+    shared_keys: str | None = None
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Number of K/V heads, and size of a head."""
+        return self.num_kv_heads, self.head_dim
+
+
 class LayerKind(NamedTuple):
-    """Names of the blocks of a layer. Weights of layers of one kind are stacked."""
+    """Blocks of a layer and their sizes. Weights of layers of one kind are stacked."""
 
     mixer: str
     """Name of the part in which the tokens of a row meet: see `blocks.registry.MIXERS`."""
     feed_forward: str
     """Name in `blocks.registry.FEED_FORWARDS`."""
+    sizes: LayerSizes | None = None
+    """None: those of the model."""
 
     @property
     def name(self) -> str:
         """Name of the kind's weights in the parameter table, if there are several kinds."""
-        return f"{self.mixer}_{self.feed_forward}"
+        parts = [self.mixer, self.feed_forward]
+        return "_".join(parts if self.sizes is None else [*parts, self.sizes.name])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,10 +90,11 @@ class LayerConfig:
     """None for a layer without attention."""
     mixer: str = "attention"
     feed_forward: str = MLP
+    sizes: LayerSizes | None = None
 
     @property
     def kind(self) -> LayerKind:
-        return LayerKind(self.mixer, self.feed_forward)
+        return LayerKind(self.mixer, self.feed_forward, self.sizes)
 
 
 class LayerSegment(NamedTuple):
@@ -152,6 +180,23 @@ class ModelConfig:
     """Activation of the MLP's gate; gelu_tanh is the approximation by tanh."""
     is_parallel: bool = False
     """True if attention and MLP have the same input, and their outputs are added (Cohere)."""
+    has_value_norm: bool = False
+    """True if values go through a norm of each head without a weight (Gemma 4)."""
+    has_value_projection: bool = True
+    """False if values are the key projection's results, before their norm and RoPE (Gemma 4)."""
+    stored_keys: str | None = None
+    """Name of the keys and values of a kind's only layer, which later layers share; None: they
+    are its own."""
+    shared_keys: str | None = None
+    """Name of the keys and values of another layer that attention has; None: its own."""
+    has_layer_scale: bool = False
+    """True if a layer's output, with the residual, is multiplied by a number of its own that is
+    not trained (Gemma 4)."""
+    per_layer_size: int = 0
+    """Elements of an input of each layer besides the residual, which is made of a token's row in a
+    table of the layer and a projection of the first layer's input (Gemma 4); 0: there is none."""
+    per_layer_vocab_size: int = 0
+    """Rows of these tables."""
     qkv_bias: bool = False
     output_bias: bool = False
     """True if attention's output projection has a bias."""
@@ -216,6 +261,12 @@ class ModelConfig:
         """The distinct kinds of the layers, in order of first use."""
         return tuple(dict.fromkeys(layer.kind for layer in self.layers))
 
+    def of_kind(self, kind: LayerKind) -> "ModelConfig":
+        """The model as the layers of a kind see it: with their sizes, and only these layers."""
+        if kind.sizes is None:
+            return self
+        return _select_kind(self, kind)
+
     @functools.cached_property
     def segments(self) -> tuple[LayerSegment, ...]:
         """The layers in order, as few segments as a greedy search finds."""
@@ -245,7 +296,10 @@ class ModelConfig:
         """Computation of attention's scores, for each layer with attention."""
         return tuple(
             ScoreConfig(
-                scale=self.attention_scale, window=layer.window, softcap=self.attention_softcap
+                scale=self.attention_scale,
+                window=layer.window,
+                softcap=self.attention_softcap,
+                heads=None if layer.sizes is None else layer.sizes.heads,
             )
             for layer in self.attention_layers
         )
@@ -254,6 +308,14 @@ class ModelConfig:
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct RoPEs of the layers, in order of first use."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+
+@functools.lru_cache(maxsize=64)
+def _select_kind(config: ModelConfig, kind: LayerKind) -> ModelConfig:
+    assert kind.sizes is not None, "the caller checks it"
+    sizes = {name: value for name, value in vars(kind.sizes).items() if name != "name"}
+    layers = tuple(layer for layer in config.layers if layer.kind == kind)
+    return dataclasses.replace(config, layers=layers, **sizes)
 
 
 def _find_segment(kinds: list[LayerKind], first: int) -> LayerSegment:

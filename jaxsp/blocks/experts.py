@@ -15,9 +15,9 @@ from jaxsp.blocks.block import FeedForward, FeedForwardCost, Statistics
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
+from jaxsp.blocks.layers import Parameter, RowGroups, activate, declare_param, scale
 from jaxsp.blocks.linear import Linear
-from jaxsp.blocks.mlp import Mlp, activate
+from jaxsp.blocks.mlp import Mlp
 from jaxsp.experts import balance, kernels, places, routing
 
 
@@ -50,6 +50,7 @@ class Experts(FeedForward):
             )
 
         self.router_bias = vector(names.router_bias)
+        self.expert_scale = vector(names.expert_scale, mean=1.0)
         self.correction = vector(names.correction, file_dtype="float32")
         gate_up, down = sizes.adapted_tensors
         gate_rows, up_rows = _find_adapted_rows(sizes)
@@ -96,10 +97,15 @@ class Experts(FeedForward):
         return declare_param(matrix), declare_param(bias) if sizes.has_bias else None
 
     def __call__(
-        self, x: Float[Array, "B l D"], keys: Keys | None = None
+        self,
+        x: Float[Array, "B l D"],
+        keys: Keys | None = None,
+        router_input: Float[Array, "B l D"] | None = None,
     ) -> tuple[Float[Array, "B l D"], Statistics]:
+        """Args: router_input: None: x."""
         x_TD = x.reshape(-1, x.shape[-1])
-        logits_TE = routing.compute_logits(x_TD, self.router[...], _value(self.router_bias))
+        routed_TD = x_TD if router_input is None else router_input.reshape(x_TD.shape)
+        logits_TE = routing.compute_logits(routed_TD, self.router[...], _value(self.router_bias))
         shares_TK, experts_TK = routing.route(
             logits_TE,
             num_chosen=self.sizes.num_chosen,
@@ -110,6 +116,8 @@ class Experts(FeedForward):
             num_chosen_groups=self.sizes.num_chosen_groups,
             scale=self.sizes.weight_scale,
         )
+        if self.expert_scale is not None:
+            shares_TK *= self.expert_scale[...].astype(jnp.float32)[experts_TK]
         params = {name: getattr(self, name) for name in _EXPERT_WEIGHTS}
         weights = {name: param[...] for name, param in params.items() if param is not None}
         apply = kernels.find(self.sizes.kernel)

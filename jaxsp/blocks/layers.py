@@ -66,6 +66,11 @@ class Parameter:
     PEFT adapts as a whole. Example: `mlp.experts.gate_up_proj`."""
     adapted_rows: RowGroups | None = None
     """Rows of an expert's matrix in that tensor; None: all of them."""
+    joined_layers: tuple[Literal["rows", "columns"], int] | None = None
+    """Dim of a file's tensor in which those of all layers are one after another, and the number of
+    these layers; None: each layer has a tensor."""
+    is_lookup: bool = False
+    """True for a table of a layer, of which each token reads a row."""
     layers: tuple[int, ...] | None = None
     """Numbers of the layers that have such a tensor, which the array stacks in front of `shape`;
     None for a tensor outside the layers."""
@@ -135,6 +140,10 @@ class Parameter:
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in a safetensors file."""
+        if self.joined_layers is not None:
+            dim, count = self.joined_layers
+            rows, columns = self.shape
+            return (rows * count, columns) if dim == "rows" else (rows, columns * count)
         rows, *others = self.matrix_shape
         if self.hf_rows is not None:
             rows = rows // self.hf_rows.num_rows * self.hf_rows.group_rows
@@ -148,6 +157,17 @@ class Parameter:
         if self.num_experts is None or self.has_tensor_per_expert:
             return matrix
         return (self.num_experts, *matrix)
+
+    def find_block(self, index: tuple[slice, ...], layer: int | None) -> tuple[slice, ...]:
+        """Index into a file's tensor, from one into the matrix of a layer."""
+        if self.joined_layers is None:
+            return index
+        assert layer is not None, "the parameter is one of layers"
+        axis = ("rows", "columns").index(self.joined_layers[0])
+        size = self.shape[axis]
+        start, stop, _ = index[axis].indices(size)
+        block = slice(layer * size + start, layer * size + stop)
+        return (*index[:axis], block, *index[axis + 1 :])
 
     def view_matrices(self, tensor: np.ndarray) -> np.ndarray:
         """View of a file's tensor as matrices, [rows, columns] or [experts, rows, columns].
@@ -271,6 +291,13 @@ def declare_norm(
 
 def apply_norm(norm: Norm | NormWithoutWeight | None, x: Array) -> Array:
     return x if norm is None else norm(x)
+
+
+def activate(gate: Array, activation: str) -> Array:
+    """Args: activation: see `ModelConfig.activation`."""
+    if activation == "silu":
+        return jax.nn.silu(gate)
+    return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)
 
 
 def scale(x: Array, factor: float) -> Array:

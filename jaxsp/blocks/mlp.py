@@ -2,14 +2,13 @@
 
 import functools
 
-import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import FeedForward, FeedForwardCost, Statistics
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.layers import activate
 from jaxsp.blocks.linear import Linear, declare_fused
 
 
@@ -47,10 +46,3 @@ class Mlp(FeedForward):
     def cost(config: ModelConfig) -> FeedForwardCost:
         """Gate and up; and the gradients of both."""
         return FeedForwardCost(2 * config.intermediate_size, 4 * config.intermediate_size)
-
-
-def activate(gate: Array, activation: str) -> Array:
-    """Args: activation: see `ModelConfig.activation`."""
-    if activation == "silu":
-        return jax.nn.silu(gate)
-    return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)

@@ -2,10 +2,11 @@
 
 from jaxsp.blocks.attention import Attention
 from jaxsp.blocks.block import FeedForward, Mixer
-from jaxsp.blocks.config import ATTENTION, DELTA_NET, EXPERTS, MLP
+from jaxsp.blocks.config import ATTENTION, DELTA_NET, EXPERTS, MLP, MLP_AND_EXPERTS
 from jaxsp.blocks.delta_net import DeltaNet
 from jaxsp.blocks.experts import Experts
 from jaxsp.blocks.mlp import Mlp
+from jaxsp.blocks.mlp_and_experts import MlpAndExperts
 
 MIXERS: dict[str, Mixer] = {
     ATTENTION: Attention(),
@@ -15,4 +16,5 @@ MIXERS: dict[str, Mixer] = {
 FEED_FORWARDS: dict[str, type[FeedForward]] = {
     MLP: Mlp,
     EXPERTS: Experts,
+    MLP_AND_EXPERTS: MlpAndExperts,
 }

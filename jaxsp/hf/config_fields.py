@@ -33,7 +33,7 @@ _EXAMPLES = {
     **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
     **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
     **{"num_experts": 128, "num_local_experts": 8, "n_routed_experts": 128, "n_shared_experts": 1},
-    **{"num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    **{"num_experts_per_tok": 8, "top_k_experts": 8, "moe_intermediate_size": 768},
     "shared_expert_intermediate_size": 512,
 }
 """Sizes of a model, and examples."""
@@ -89,16 +89,18 @@ _NAMES_BY_RULE = {
     _FEW: """
         num_hidden_layers num_attention_heads num_key_value_heads linear_num_key_heads
         linear_num_value_heads num_experts num_local_experts num_experts_per_tok n_routed_experts
-        n_shared_experts n_group topk_group
+        n_shared_experts n_group topk_group top_k_experts num_global_key_value_heads
     """,
     _COUNT: """
         vocab_size hidden_size head_dim intermediate_size linear_key_head_dim linear_value_head_dim
         moe_intermediate_size shared_expert_intermediate_size max_position_embeddings
         full_attention_interval decoder_sparse_step sliding_window_pattern no_rope_layer_interval
+        global_head_dim vocab_size_per_layer_input
     """,
     Rule(lambda x: _is_size(x) and x > 1, "a whole number from 2"): "linear_conv_kernel_dim",
     Rule(lambda x: x == 0 or _is_size(x), "a whole number from 0"): """
-        first_k_dense_replace num_nextn_predict_layers
+        first_k_dense_replace num_nextn_predict_layers num_kv_shared_layers
+        hidden_size_per_layer_input
     """,
     Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null"): "sliding_window",
     Rule(json_values.is_integer, "a whole number"): "max_window_layers",
@@ -115,7 +117,8 @@ _NAMES_BY_RULE = {
     """,
     SWITCH: """
         tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_qk_norm output_router_logits
-        use_sliding_window linear_allow_neg_eigval
+        use_sliding_window linear_allow_neg_eigval attention_k_eq_v enable_moe_block
+        use_double_wide_mlp
     """,
     _TOKEN_IDS: "bos_token_id eos_token_id",
     Rule(json_values.is_integer, "a token id, or null"): "pad_token_id",
@@ -269,6 +272,12 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             "Use 64 or 128."
         )
     vocab_size = fields["vocab_size"]
+    rows = given.get("vocab_size_per_layer_input", vocab_size)
+    if given.get("hidden_size_per_layer_input") and rows < vocab_size:
+        yield (
+            f"vocab_size_per_layer_input = {rows}: must be at least vocab_size, which is "
+            f"{vocab_size}: transformers has no such embedding for the other tokens."
+        )
     padding_id = fields.get("pad_token_id", 0)
     if not -vocab_size <= padding_id < vocab_size:
         yield (
@@ -282,15 +291,20 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             f"linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
         )
+    if fields.get("enable_moe_block"):
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            if name not in fields:
+                yield f"{name}: missing, with enable_moe_block; for example {_EXAMPLES[name]}."
     num_experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
-    if num_experts is not None and "num_experts_per_tok" in fields:
-        num_chosen = fields["num_experts_per_tok"]
+    count = "top_k_experts" if "top_k_experts" in fields else "num_experts_per_tok"
+    if num_experts is not None and count in fields:
+        num_chosen = fields[count]
         num_groups = given.get("n_group", 1)
         num_chosen_groups = given.get("topk_group", 1)
         allowed = num_chosen_groups * num_experts
         if num_chosen > num_experts:
             yield (
-                f"num_experts_per_tok = {num_chosen}: must be at most the number of experts, "
+                f"{count} = {num_chosen}: must be at most the number of experts, "
                 f"which is {num_experts}."
             )
         elif num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):

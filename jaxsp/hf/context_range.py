@@ -42,8 +42,8 @@ def apply_changes(
     elif change.type in (None, own["rope_type"]):
         if ORIGINAL in own:
             original = own[ORIGINAL]
-        elif own["rope_type"] == "linear":
-            original = round(own_positions / own["factor"])
+        elif own["rope_type"] in ("linear", "proportional"):
+            original = round(own_positions / own.get("factor", 1))
 
     type_name = change.type or own["rope_type"]
     rope_type = TYPES[type_name]
@@ -127,8 +127,8 @@ def describe_excess(
         suggestion = " The model has no RoPE to extend."
     elif name == "longrope":
         suggestion = ""
-    elif name in ("linear", "llama3"):
-        factor = rope.format_factor(group["factor"] * distance / positions)
+    elif name in ("linear", "llama3", "proportional"):
+        factor = rope.format_factor(group.get("factor", 1) * distance / positions)
         suggestion = f" Extend the range with model.rope={{factor: {factor}}}."
     else:
         original = group.get(ORIGINAL, positions) if name == "yarn" else positions

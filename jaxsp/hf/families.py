@@ -12,6 +12,8 @@ from typing import Any
 
 from jaxsp.blocks.block_config import DeltaNetNames, ExpertNames, NormNames
 from jaxsp.blocks.config import QueryScale
+from jaxsp.config.yaml_io import format_value
+from jaxsp.core.errors import UserError
 from jaxsp.hf.rope import FULL_ATTENTION, ORIGINAL, PARTIAL, SLIDING_ATTENTION, RopeSupport
 
 LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
@@ -35,6 +37,8 @@ class Family:
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {}
     """Fields of ModelConfig from those of a config.json with transformers' defaults, besides those
     that have the same meaning in all families."""
+    normalize: Callable[[dict[str, Any]], dict[str, Any]] = lambda fields: fields
+    """Fields of a config.json, from those that files may have in another form."""
     experts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ExpertsConfig that the family fixes."""
     delta_net: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -316,7 +320,70 @@ FAMILIES["muse_glimmer_text"] = Family(
     read=lambda given: {"attention_scale": given["qk_scale_factor"] * given["head_dim"] ** -0.5},
 )
 
+_GLOBAL_SIZES = {
+    "global_head_dim": "head_dim",
+    "num_global_key_value_heads": "num_key_value_heads",
+}
+"""Sizes of the layers that attend to whole documents, and their names in `per_layer_config`."""
+
+
+def _normalize_gemma4(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields in which the last layer attends to whole documents, as in transformers, and what
+    transformers 5.23 writes as per_layer_config has the names of published models."""
+    fields = {**fields}
+    types = fields.get("layer_types")
+    if isinstance(types, list) and types:
+        fields["layer_types"] = [*types[:-1], FULL_ATTENTION]
+    sizes = fields.pop("per_layer_config", None)
+    if sizes is None:
+        return fields
+    layers: list[Any] = [*sizes.values()] if isinstance(sizes, dict) else [None]
+    first = layers[0] if layers else {}
+    known = isinstance(first, dict) and first.keys() <= {*_GLOBAL_SIZES.values()}
+    if not known or any(other != first for other in layers):
+        raise UserError(
+            f".per_layer_config = {format_value(sizes)}: is not implemented: it must have the same "
+            "head_dim and num_key_value_heads for all layers of full_attention. Leave it out, and "
+            "write global_head_dim and num_global_key_value_heads."
+        )
+    for name, inner in _GLOBAL_SIZES.items():
+        if inner in first:
+            fields.setdefault(name, first[inner])
+    return fields
+
+
+FAMILIES["gemma4_text"] = Family(
+    normalize=_normalize_gemma4,
+    model={
+        "norm_names": _GEMMA_NORMS,
+        "qk_norm": "head",
+        "has_value_norm": True,
+        "has_layer_scale": True,
+        "attention_scale": 1.0,
+    },
+    read=lambda given: {"embedding_scale": given["hidden_size"] ** 0.5},
+    more_fields=(*_GLOBAL_SIZES,),
+    optional_sizes=("head_dim",),
+    experts={
+        "has_own_names": False,
+        "names": ExpertNames(
+            module="experts",
+            router="router.proj.weight",
+            expert_scale="router.per_expert_scale",
+            gate="experts.gate_up_proj",
+            up="experts.gate_up_proj",
+            down="experts.down_proj",
+        ),
+    },
+    rope=RopeSupport(types=("default", "proportional"), layer_types=LAYER_TYPES, outside_fields=()),
+    # Only images attend in both directions
+    values={"use_bidirectional_attention": ("vision",)},
+)
+FAMILIES["gemma4_unified_text"] = FAMILIES["gemma4_text"]
+
 _IMAGE_PARTS = ("vision_tower", "multi_modal_projector")
+
+_GEMMA4_PARTS = ("vision_tower", "vision_embedder", "embed_vision", "audio_tower", "embed_audio")
 
 _QWEN3_5_IMAGES: dict[str, Any] = {
     "values": {"language_model_only": (False,)},
@@ -329,6 +396,8 @@ MULTIMODAL_FAMILIES = {
         unused_text_fields=("final_logit_softcapping",),
         other_parts=_IMAGE_PARTS,
     ),
+    "gemma4": Family(text_types=("gemma4_text",), other_parts=_GEMMA4_PARTS),
+    "gemma4_unified": Family(text_types=("gemma4_unified_text",), other_parts=_GEMMA4_PARTS),
     "mistral3": Family(text_types=("mistral", "ministral3"), other_parts=_IMAGE_PARTS),
     "qwen3_5": Family(text_types=("qwen3_5_text",), **_QWEN3_5_IMAGES),
     "qwen3_5_moe": Family(text_types=("qwen3_5_moe_text",), **_QWEN3_5_IMAGES),

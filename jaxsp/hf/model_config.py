@@ -11,7 +11,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.blocks.block_config import ClampedGate, DeltaNetConfig, ExpertsConfig
-from jaxsp.blocks.config import ATTENTION, DELTA_NET, EXPERTS, MLP, LayerConfig, ModelConfig, Rope
+from jaxsp.blocks.config import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    MLP,
+    MLP_AND_EXPERTS,
+    LayerConfig,
+    LayerSizes,
+    ModelConfig,
+    Rope,
+)
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError, at
@@ -46,6 +56,8 @@ _MODEL_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "logits_scaling": ("logit_scale", lambda x: 1 / x),
     "output_multiplier": ("logit_scale", lambda x: x),
     "post_norm_eps": ("post_norm_eps", lambda x: x),
+    "hidden_size_per_layer_input": ("per_layer_size", lambda x: x),
+    "vocab_size_per_layer_input": ("per_layer_vocab_size", lambda x: x),
     "use_qk_norm": ("qk_norm", lambda x: "head" if x else "none"),
 }
 """Fields that only some families have, and the field of ModelConfig with its value."""
@@ -202,6 +214,7 @@ def _parse_fields(
     own = config_fields.list_fields(model_type)
     # transformers would not use its default for a null head_dim
     fields = {str(name): value for name, value in given_fields.items() if value is not None}
+    fields = family.normalize(fields)
     for name in rope.GROUPS:
         if isinstance(fields.get(name), dict):
             # also a copy, because transformers adds entries to its input dicts
@@ -273,7 +286,7 @@ def _parse_fields(
             filter_size=given["linear_conv_kernel_dim"],
             **family.delta_net(given),
         )
-    if any(layer.feed_forward == EXPERTS for layer in model["layers"]):
+    if any(layer.feed_forward != MLP for layer in model["layers"]):
         model["experts"] = _parse_experts(given, family)
     return ModelConfig(**model | family.model | family.read(given)), resolved
 
@@ -282,7 +295,7 @@ def _parse_experts(given: dict[str, Any], family: Family) -> ExpertsConfig:
     size = given.get("moe_intermediate_size") or given["intermediate_size"]
     read = {
         "num_experts": next(given[x] for x in config_fields.EXPERT_COUNTS if x in given),
-        "num_chosen": given["num_experts_per_tok"],
+        "num_chosen": given.get("num_experts_per_tok") or given["top_k_experts"],
         "size": size,
         "shared_size": given.get("shared_expert_intermediate_size"),
         "is_normalized": given.get("norm_topk_prob", True),
@@ -315,6 +328,8 @@ def _parse_layers(
     groups = given["rope_parameters"]
     is_nested = rope.is_nested(groups, family.rope)
     windows = _parse_windows(given, family)
+    types = given.get("layer_types") or [rope.FULL_ATTENTION] * len(windows)
+    sizes = _parse_sizes(given, types) if "num_kv_shared_layers" in given else [None] * len(types)
     thetas = given.get(rope.LAYER_THETAS) or ()
     for layer, theta in enumerate(thetas):
         # transformers reads only the zeros of this field
@@ -325,10 +340,9 @@ def _parse_layers(
                 f"rope_theta, {groups['rope_theta']}, in every layer that has RoPE. Use that, or 0 "
                 "for none."
             )
-    types = given.get("layer_types") or [rope.FULL_ATTENTION] * len(windows)
 
     @functools.cache
-    def parse_rope(layer_type: str) -> Rope:
+    def parse_rope(layer_type: str, head_dim: int) -> Rope:
         group = groups[layer_type] if is_nested else groups
         if group["rope_theta"] is None:
             return rope.NO_ROPE
@@ -343,25 +357,63 @@ def _parse_layers(
     first_experts = given.get("first_k_dense_replace", 0)
     mlp_layers = given.get("mlp_only_layers") or ()
     rope_layers = given.get("no_rope_layers") or thetas or [1] * len(windows)
-    layers = []
-    for layer, (window, layer_type) in enumerate(zip(windows, types, strict=True)):
+    layers: list[LayerConfig] = []
+    for layer, (window, layer_type, own) in enumerate(zip(windows, types, sizes, strict=True)):
         mixer = DELTA_NET if layer_type == families.LINEAR_ATTENTION else ATTENTION
-        layer_rope = parse_rope(layer_type) if mixer == ATTENTION else None
+        size = own.head_dim if own else head_dim
+        layer_rope = parse_rope(layer_type, size) if mixer == ATTENTION else None
         has_rope = rope_layers[layer] and not (family.rope.only_windows and window is None)
         if layer_rope is not None and not has_rope:
             zeros = (0.0,) * len(layer_rope.frequencies)
             layer_rope = Rope(frequencies=zeros, description="none")
         has_experts = (
-            "num_experts_per_tok" in given
+            ("num_experts_per_tok" in given or given.get("enable_moe_block"))
             and layer not in mlp_layers
             and layer >= first_experts
             and (layer + 1) % sparse_step == 0
         )
-        feed_forward = EXPERTS if has_experts else MLP
-        layers.append(
-            LayerConfig(mixer=mixer, window=window, feed_forward=feed_forward, rope=layer_rope)
-        )
+        of_experts = MLP_AND_EXPERTS if "enable_moe_block" in given else EXPERTS
+        feed_forward = of_experts if has_experts else MLP
+        blocks: dict[str, Any] = {"mixer": mixer, "feed_forward": feed_forward, "sizes": own}
+        layers.append(LayerConfig(window=window, rope=layer_rope, **blocks))
     return tuple(layers)
+
+
+def _parse_sizes(given: dict[str, Any], types: list[str]) -> list[LayerSizes | None]:
+    """Sizes of each layer of a family in which they depend on its type (Gemma 4)."""
+    own = {int(layer): x for layer, x in given.get("per_layer_config", {}).items()}
+    num_unshared = len(types) - given["num_kv_shared_layers"]
+    # The last layer of each type that has keys of its own
+    sources = {layer_type: layer for layer, layer_type in enumerate(types[: max(num_unshared, 0)])}
+    if {*types} != sources.keys():
+        raise UserError(
+            f".num_kv_shared_layers = {given['num_kv_shared_layers']}: layers share the keys of an "
+            f"earlier layer of their type, and the first {max(num_unshared, 0)} of {len(types)} "
+            f"have not all of {errors.format_choices(sorted({*types}))}. Use 0, or layer_types "
+            "with both among them."
+        )
+    sizes: list[LayerSizes | None] = []
+    for layer, layer_type in enumerate(types):
+        is_shared = layer >= num_unshared
+        is_source = num_unshared < len(types) and layer == sources[layer_type]
+        name = layer_type.partition("_")[0]
+        uses = {"source": is_source, "shared": is_shared}
+        is_wide = is_shared and given["use_double_wide_mlp"]
+        fields = {
+            x: own.get(layer, {}).get(x, given[x]) for x in ("head_dim", "num_key_value_heads")
+        }
+        sizes.append(
+            LayerSizes(
+                name="_".join([name, *filter(uses.get, uses)]),
+                num_kv_heads=fields["num_key_value_heads"],
+                head_dim=fields["head_dim"],
+                intermediate_size=given["intermediate_size"] * (1 + is_wide),
+                has_value_projection=not given["attention_k_eq_v"] or layer_type != types[-1],
+                stored_keys=name if is_source else None,
+                shared_keys=name if is_shared else None,
+            )
+        )
+    return sizes
 
 
 def _parse_windows(given: dict[str, Any], family: Family) -> list[int | None]:

@@ -81,8 +81,8 @@ class ModelSourceConfig(ConfigSection):
 
     source: Annotated[str | None, with_examples("Qwen/Qwen3-0.6B", min_length=1)] = None
     """Hugging Face folder, or name on the hub: config.json, safetensors weights and tokenizer. Of a
-    multimodal model (gemma3, mistral3, qwen3_5, muse_glimmer), the text model is trained. Set this
-    or config."""
+    multimodal model (gemma3, gemma4, mistral3, qwen3_5, muse_glimmer), the text model is trained.
+    Set this or config."""
     config: Annotated[
         dict[str, Any] | None, with_examples("{model_type: llama, hidden_size: 256}")
     ] = None

@@ -113,6 +113,15 @@ def select_tensors(
         given = fields.get(families.EXTRA_LAYERS)
         extra = range(1 if given is None else given)
         other_parts |= {f"layers.{fields['num_hidden_layers'] + number}" for number in extra}
+    # transformers ignores the keys that layers with those of another layer have in some files
+    text_fields = fields if multimodal is None else fields["text_config"]
+    num_layers = text_fields.get("num_hidden_layers", 0)
+    num_shared = text_fields.get("num_kv_shared_layers") or 0
+    unused = {
+        f"layers.{layer}.self_attn.{name}"
+        for layer in range(num_layers - num_shared, num_layers)
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    }
     prefixes = {} if multimodal is None else _PREFIXES
     selected: dict[str, StoredTensor] = {}
     left_out: dict[str, StoredTensor] = {}
@@ -122,6 +131,8 @@ def select_tensors(
             continue
         prefix = next(filter(name.startswith, prefixes), "")
         text_name = prefixes.get(prefix, "") + name.removeprefix(prefix)
+        if text_name.removeprefix("model.").rpartition(".")[0] in unused:
+            continue
         text_name = ".".join(text.stored_names.get(part, part) for part in text_name.split("."))
         if text_name in selected:
             raise UserError(

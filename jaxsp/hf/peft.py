@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxsp.blocks import layers
-from jaxsp.blocks.config import EXPERTS, ModelConfig
+from jaxsp.blocks.config import MLP, ModelConfig
 from jaxsp.config import json_values
 from jaxsp.config.json_values import POSITIVE, Rule
 from jaxsp.config.yaml_io import format_value
@@ -194,7 +194,7 @@ def _match_names(fields: dict[str, Any], model: ModelConfig) -> dict[str, tuple[
 
     Raises: UserError for other names, and for a projection that it adapts in some layers only.
     """
-    numbers = tuple(n for n, layer in enumerate(model.layers) if layer.feed_forward == EXPERTS)
+    numbers = tuple(n for n, layer in enumerate(model.layers) if layer.feed_forward != MLP)
     offered = dict.fromkeys(adapters.list_parameters(model), numbers)
     patterns = fields.get("target_parameters") or []
     parameters = _select("target_parameters", offered, _make_matcher(patterns))

@@ -69,16 +69,19 @@ def parse(
     Raises: UserError if the frequencies would depend on the batch.
     """
     group = {name: value for name, value in group.items() if value is not None}
-    dim = count_rotated(head_dim, group)
+    rotated = count_rotated(head_dim, group)
+    rope_type = TYPES[group["rope_type"]]
+    dim = head_dim if rope_type.is_proportional else rotated
     base = float(group["rope_theta"]) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     limit = max_position_embeddings
     original = group.get(ORIGINAL, limit) or 1  # types that need it were checked
     factor = float(group.get("factor") or (limit or original) / original)
     inputs = {**group, ORIGINAL: original, "factor": factor, "max_position_embeddings": limit}
-    frequencies, scale, details = TYPES[group["rope_type"]].compute(inputs, base, row_tokens or 0)
+    frequencies, scale, details = rope_type.compute(inputs, base, row_tokens or 0)
+    frequencies[rotated // 2 :] = 0
     parts = [group["rope_type"], f"theta {group['rope_theta']:,.12g}", *filter(None, [details])]
-    if dim < head_dim:
-        parts.append(f"{dim} of {head_dim} elements rotated")
+    if rotated < head_dim:
+        parts.append(f"{rotated} of {head_dim} elements rotated")
     return Rope(
         frequencies=tuple(frequencies.tolist()), scale=float(scale), description=", ".join(parts)
     )
@@ -99,6 +102,12 @@ def _describe_extension(group: _Group) -> str:
 def _linear(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     """Positions are divided by the factor."""
     return base / group["factor"], 1.0, f"factor {group['factor']:g}"
+
+
+def _proportional(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
+    """Positions are divided by the factor, if there is one."""
+    factor = group["factor"]
+    return base / factor, 1.0, f"factor {factor:g}" if factor != 1 else ""
 
 
 def _dynamic(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
@@ -203,6 +212,8 @@ class RopeType:
     """Fields with a default, besides those of all types."""
     extends_range: bool = False
     """True if max_position_embeddings is `factor` times the original range."""
+    is_proportional: bool = False
+    """True if frequencies are those of whole heads, of which the last ones do not rotate."""
     needs_range: bool = False
     """True if it depends on max_position_embeddings or on the original range."""
     ordered: tuple[str, ...] = ()
@@ -217,6 +228,9 @@ class RopeType:
 TYPES = {
     "default": RopeType(compute=lambda group, base, row_tokens: (base, 1.0, "")),
     "linear": RopeType(compute=_linear, required=("factor",), extends_range=True),
+    "proportional": RopeType(
+        compute=_proportional, optional=("factor",), extends_range=True, is_proportional=True
+    ),
     "dynamic": RopeType(compute=_dynamic, required=("factor",), needs_range=True),
     "llama3": RopeType(
         compute=_llama3,
@@ -248,7 +262,7 @@ TYPES = {
 class RopeSupport:
     """Rotary features that a family's code in transformers has."""
 
-    types: tuple[str, ...] = tuple(TYPES)
+    types: tuple[str, ...] = tuple(name for name in TYPES if name != "proportional")
     layer_types: tuple[str, ...] = ()
     """Layer types with their own groups in `rope_parameters`; empty if all layers share one."""
     outside_fields: tuple[str, ...] = ("rope_theta",)
@@ -465,7 +479,7 @@ def find_group_problems(
     problems = []
     rope_type = TYPES[type_name]
     known = {*rope_type.fields, *_IGNORED, *support.extra_fields}
-    if PARTIAL not in support.outside_fields:
+    if PARTIAL not in support.outside_fields and not rope_type.is_proportional:
         known.remove(PARTIAL)
     group = {name: value for name, value in group.items() if value is not None}
     for name, value in group.items():

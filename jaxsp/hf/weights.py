@@ -70,6 +70,9 @@ class WeightReader:
         Raises: UserError if the file has changed since it was checked.
         """
         num_stacked = 0 if param.num_experts is None else 1
+        if param.joined_layers is not None:
+            block = param.find_block(index, layer)
+            return self.read_slices([self.tensors[param.hf_name]], block)[0]
         experts = index[:num_stacked]
         rows, *others = index[num_stacked:]
         numbers = np.arange(param.matrix_shape[0])[rows]
@@ -400,10 +403,9 @@ def create_folder(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
 class ExportTensor(NamedTuple):
     """A tensor that is not yet copied to the host."""
 
-    parts: list[tuple[Parameter, Any]]
+    parts: list[tuple[Parameter, Any, int | None]]
     """Parameters whose rows are those of the tensor, with their arrays, or with functions that
-    return the array of a layer."""
-    layer: int | None
+    return the array of a layer, and the layer."""
     dtype: np.dtype
     """dtype in the file."""
     expert: int | None = None
@@ -416,17 +418,20 @@ class ExportTensor(NamedTuple):
     def to_numpy(self) -> np.ndarray:
         """Returns the tensor as files have it; the opposite of `WeightReader.read`."""
         whole = np.empty(self.parts[0][0].hf_shape, self.dtype)
-        for param, array in self.parts:
+        for param, array, layer in self.parts:
             # One index, so that of all experts of a layer only this one is copied
             index: Any = () if self.expert is None else (self.expert,)
             if callable(array):
-                array = array(self.layer)
-            elif self.layer is not None:
-                index = (param.find(self.layer), *index)
+                array = array(layer)
+            elif layer is not None:
+                index = (param.find(layer), *index)
             stored = array[(*index, ...)] if index else array
             shape = param.shape if self.expert is None else param.matrix_shape
             part = np.asarray(stored.astype(self.dtype))[tuple(map(slice, shape))]
             assert part.shape == shape, (param.hf_name, part.shape)
+            if param.joined_layers is not None:
+                whole[param.find_block(2 * (slice(None),), layer)] = part
+                continue
             is_whole = param.hf_rows is None and param.expert_layout is None
             if is_whole and not param.is_transposed:
                 return np.ascontiguousarray(part)  # safetensors ignores strides
@@ -456,8 +461,8 @@ def list_tensors(
             if layer in ((None,) if param.layers is None else param.layers):
                 for expert, name in param.list_tensors(layer):
                     file_dtype = jnp.dtype(param.file_dtype or dtype)
-                    tensor = named.setdefault(name, ExportTensor([], layer, file_dtype, expert))
-                    tensor.parts.append((param, array))
+                    tensor = named.setdefault(name, ExportTensor([], file_dtype, expert))
+                    tensor.parts.append((param, array, layer))
     return named
 
 

@@ -22,8 +22,9 @@ from jaxsp.blocks.layers import Gather, Weights
 from jaxsp.core import axes
 from jaxsp.core.batch import Batch
 from jaxsp.delta_rule.spans import RowSpans
-from jaxsp.model import decoder
+from jaxsp.model import decoder, layer_stack
 from jaxsp.model.decoder import LayerArrays
+from jaxsp.model.layer_stack import Shared
 
 Arrays = dict[LayerKind, dict[str, Array]]
 """Arrays of a mixer by the kind of its layers, which are stacked: [N, B, ...]."""
@@ -65,26 +66,27 @@ def prefill(
     x_BlD = decoder.compute_first_input(
         shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype
     )
-    tables = attend.make_segment_tables(
-        batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
-    )
-    arrays = LayerArrays(batch, tables, None, jnp.ones(batch.tokens_BL.shape, bool))
     layers = decoder.make_layers(config, attend, gather, tile_tokens)
+    tables = decoder.make_segment_tables(layers, batch)
+    arrays = LayerArrays(batch, tables, None, jnp.ones(batch.tokens_BL.shape, bool))
 
-    def run(kind: LayerKind, x: Array, shards: Weights, _: Any, indices: Any) -> Any:
+    def run(kind: LayerKind, x: Array, shards: Weights, _: Any, indices: Any, shared: Any) -> Any:
         layer = layers[kind]
         inputs, carried = layer.project(shards["pre_attention"], x, indices, arrays)
+        to_mix, to_finish = layer.share(shared, x.dtype)
         mixed, cache = layer.mixer.prefill(
-            config,
+            layer.config,
             layer.gather_mixer_weights(shards.get("mix")),
-            inputs,
+            (*inputs, *to_mix),
             layer.make_row_inputs(indices, arrays),
         )
-        x, _ = layer.finish(shards["post_attention"], x, mixed, carried, indices, arrays)
-        return x, cache
+        carried = (*carried, *to_finish)
+        x, sums = layer.finish(shards["post_attention"], x, mixed, carried, indices, arrays)
+        return x, cache, sums.get(layer_stack.STORED, {})
 
     indices = decoder.find_layer_indices(config, attend, has_dropout=False)
-    x_BlD, caches = _run_layers(run, config, x_BlD, shards, indices)
+    shared = decoder.make_shared(shards, x_BlD, config=config, gather=gather)
+    x_BlD, caches = _run_layers(run, config, x_BlD, shards, indices, shared)
     x_BlD = decoder.apply_last_norm(shards, x_BlD, config=config, gather=gather)
     lengths_B = batch.lengths_BM[:, 0]
     spans = _find_spans(attend, x_BlD.shape[1])
@@ -121,19 +123,27 @@ def decode(
         starts_BM=positions_B1,
         lengths_BM=positions_B1,
     )
-    arrays = LayerArrays(batch, None, None, jnp.ones(positions_B1.shape, bool))
+    arrays = LayerArrays(batch, (), None, jnp.ones(positions_B1.shape, bool))
     layers = decoder.make_layers(config, attend, gather, len(tokens_B))
 
-    def run(kind: LayerKind, x: Array, shards: Weights, cache: Any, of_layer: Any) -> Any:
+    def run(
+        kind: LayerKind, x: Array, shards: Weights, cache: Any, of_layer: Any, shared: Any
+    ) -> Any:
         indices, window = of_layer
         layer = layers[kind]
         inputs, carried = layer.project(shards["pre_attention"], x, indices, arrays)
+        to_mix, to_finish = layer.share(shared, x.dtype)
+        if layer.config.shared_keys in sources:
+            source = sources[layer.config.shared_keys]
+            cache = jax.tree.map(lambda x: x[0], caches[source])
         prompt, answer, states = cache
         token = place._replace(prompts=prompt, answers=answer, states=states, window=window)
         weights = layer.gather_mixer_weights(shards.get("mix"))
-        mixed, cache = layer.mixer.decode(config, weights, inputs, token)
-        x, _ = layer.finish(shards["post_attention"], x, mixed, carried, indices, arrays)
-        return x, cache
+        inputs = (*inputs, *to_mix)
+        mixed, cache = layer.mixer.decode(layer.config, weights, inputs, token)
+        carried = (*carried, *to_finish)
+        x, sums = layer.finish(shards["post_attention"], x, mixed, carried, indices, arrays)
+        return x, cache, sums.get(layer_stack.STORED, {})
 
     x_B1D = decoder.compute_first_input(
         shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype
@@ -142,10 +152,14 @@ def decode(
         kind: (prompts.tokens[kind], answers.tokens[kind], answers.states[kind])
         for kind in config.kinds
     }
+    # The only layer of a kind has the keys that others share, by their name
+    sources = {layers[kind].config.stored_keys: kind for kind in config.kinds}
+    sources.pop(None, None)
     windows = [_ALL_TOKENS if layer.window is None else layer.window for layer in config.layers]
     indices = decoder.find_layer_indices(config, attend, has_dropout=False)
     of_layers = indices, jnp.asarray(windows, jnp.int32)
-    x_B1D, new = _run_layers(run, config, x_B1D, shards, of_layers, caches)
+    shared = decoder.make_shared(shards, x_B1D, config=config, gather=gather)
+    x_B1D, new = _run_layers(run, config, x_B1D, shards, of_layers, shared, caches)
     write = functools.partial(_write_token, slot=number // attend.strategy.seq, place=place)
     answers = Answers(
         tokens={kind: jax.tree.map(write, answers.tokens[kind], new[kind].tokens) for kind in new},
@@ -208,18 +222,20 @@ def _write_token(
 
 
 def _run_layers(
-    run: Callable[..., tuple[Array, LayerCache]],
+    run: Callable[..., tuple[Array, LayerCache, Shared]],
     config: ModelConfig,
     x: Array,
     shards: Weights,
     indices: Any,
+    shared: Shared,
     caches: dict[LayerKind, Any] | None = None,
 ) -> tuple[Array, dict[LayerKind, LayerCache]]:
     """Output of the last layer, and the stacked results of the layers of each kind.
 
     Args:
-        run: (kind, x, shards, cache, indices) -> (x, result) of one layer.
+        run: (kind, x, shards, cache, indices, shared) -> (x, result, stored) of one layer.
         indices: of all layers, stacked.
+        shared: arrays that layers share.
         caches: what a layer gets of the cache, stacked; None: nothing.
     """
     stacks = decoder.split_kinds(config, shards["layers"])
@@ -234,18 +250,24 @@ def _run_layers(
             period: Int32[Array, ""],
             segment: LayerSegment = segment,
             before: Mapping[LayerKind, int] = done.copy(),
-        ) -> tuple[Array, dict[LayerKind, LayerCache]]:
+            shared: Shared = shared,
+        ) -> tuple[Array, tuple[dict[LayerKind, LayerCache], Shared]]:
             """Runs the layers of a period one after another."""
             of_kinds: dict[LayerKind, list[LayerCache]] = {kind: [] for kind in segment.period}
+            stored: Shared = {}
             for number, kind in enumerate(segment.period):
                 first = before[kind] + period * segment.period.count(kind)
                 layer = segment.first + period * len(segment.period) + number
                 own = _read((stacks[kind], (caches or {}).get(kind)), first + len(of_kinds[kind]))
-                x, result = run(kind, x, *own, _read(indices, layer))
+                x, result, of_layer = run(kind, x, *own, _read(indices, layer), shared)
                 of_kinds[kind].append(result)
-            return x, {kind: jax.tree.map(stack, *parts) for kind, parts in of_kinds.items()}
+                stored |= of_layer
+            stacked = {kind: jax.tree.map(stack, *parts) for kind, parts in of_kinds.items()}
+            return x, (stacked, stored)
 
-        x, of_kinds = jax.lax.scan(run_period, x, jnp.arange(segment.repeats, dtype=jnp.int32))
+        numbers = jnp.arange(segment.repeats, dtype=jnp.int32)
+        x, (of_kinds, stored) = jax.lax.scan(run_period, x, numbers)
+        shared = shared | jax.tree.map(lambda y: y[0], stored)
         for kind, of_kind in of_kinds.items():
             join = lambda y: y.reshape(-1, *y.shape[2:])
             results[kind].append(jax.tree.map(join, of_kind))

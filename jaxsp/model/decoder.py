@@ -17,10 +17,11 @@ from jaxsp.blocks.block import LayerOutput, Mixer, RowInputs
 from jaxsp.blocks.config import ATTENTION, MLP, LayerKind, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Gather, Norm, Parameter, declare_param
+from jaxsp.blocks.linear import multiply
 from jaxsp.core.batch import Batch
 from jaxsp.delta_rule import spans
 from jaxsp.model import layer_stack, tiling
-from jaxsp.model.layer_stack import Layer, Sums
+from jaxsp.model.layer_stack import Layer, Shared, Sums
 from jaxsp.model.remat import RematPolicy
 
 LAYER_PREFIX = "model.layers.{layer}."
@@ -48,6 +49,11 @@ class OutsideLayers(nnx.Module):
         if config.has_scores:
             head = dataclasses.replace(matrix, shape=(1, config.hidden_size), hf_name=SCORE_NAME)
         self.head = None if config.tie_embeddings else declare_param(head)
+        per_layer_norm: Norm | None = None
+        if config.per_layer_size:
+            name = "model.per_layer_projection_norm"
+            per_layer_norm = Norm(config.per_layer_size, hf_name=name, config=config)
+        self.per_layer_norm = per_layer_norm
 
 
 @functools.lru_cache(maxsize=16)
@@ -56,6 +62,8 @@ def _declare_layer(
 ) -> tuple[dict[str, nnx.GraphDef], dict[str, layers.Weights]]:
     """Modules of a layer without weights, and the tables of their weights, by part of the layer."""
     mixer = registry.MIXERS[kind.mixer]
+    num_layers = config.num_layers
+    config = config.of_kind(kind)
     config = dataclasses.replace(config, norm_names=mixer.norm_names(config))
     modules: dict[str, nnx.Module | None] = {
         "pre_attention": mixer.declare_input(config),
@@ -64,7 +72,26 @@ def _declare_layer(
     }
     given = {part: module for part, module in modules.items() if module is not None}
     graphdefs = {part: nnx.graphdef(module) for part, module in given.items()}
-    return graphdefs, {part: _make_table(module) for part, module in given.items()}
+    tables = {part: _make_table(module) for part, module in given.items()}
+    if config.per_layer_size:
+        # Rows and columns of tensors that have those of all layers
+        P = config.per_layer_size
+        tables["post_attention"]["per_layer"] = {
+            "embedding": Parameter(
+                shape=(config.per_layer_vocab_size, P),
+                hf_name="model.embed_tokens_per_layer.weight",
+                joined_layers=("columns", num_layers),
+                is_lookup=True,
+                std=config.initializer_range,
+            ),
+            "projection": Parameter(
+                shape=(P, config.hidden_size),
+                hf_name="model.per_layer_model_projection.weight",
+                joined_layers=("rows", num_layers),
+                std=config.initializer_range,
+            ),
+        }
+    return graphdefs, tables
 
 
 @functools.lru_cache(maxsize=4)
@@ -80,7 +107,9 @@ def param_table(config: ModelConfig) -> layers.Weights:
         numbers = tuple(number for number, layer in enumerate(config.layers) if layer.kind == kind)
 
         def stack(param: Parameter, numbers: tuple[int, ...] = numbers) -> Parameter:
-            hf_name = LAYER_PREFIX + param.hf_name
+            hf_name = param.hf_name
+            if param.joined_layers is None:
+                hf_name = LAYER_PREFIX + hf_name
             return dataclasses.replace(param, hf_name=hf_name, layers=numbers)
 
         tables[kind] = jax.tree.map(stack, _declare_layer(config, kind)[1])
@@ -115,7 +144,7 @@ def describe_layers(config: ModelConfig, *, tokens_per_device: int | None) -> st
     Args: tokens_per_device: those of a microbatch; None if no weights are gathered in the compute
         dtype, on one device and with quantized weights.
     """
-    counts = Counter(layer.kind for layer in config.layers)
+    counts = Counter(layer.kind._replace(sizes=None) for layer in config.layers)
     if set(counts) == {LayerKind(ATTENTION, MLP)}:
         return ""
     parts = []
@@ -168,11 +197,10 @@ def hidden_states(
         tokens of each row, [layers, B, ...].
     """
     x_BlD = compute_first_input(shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype)
-    tables = attend.make_segment_tables(
-        batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
-    )
+    of_kinds = make_layers(config, attend, gather, tile_tokens)
+    tables = make_segment_tables(of_kinds, batch)
     x_BlD, sums = layer_stack.run_layers(
-        make_layers(config, attend, gather, tile_tokens),
+        of_kinds,
         x_BlD,
         split_kinds(config, shards["layers"]),
         find_layer_indices(config, attend, has_dropout=token_keys is not None),
@@ -180,6 +208,7 @@ def hidden_states(
         segments=config.segments,
         policy=policy,
         gather=gather,
+        shared=make_shared(shards, x_BlD, config=config, gather=gather),
     )
     return apply_last_norm(shards, x_BlD, config=config, gather=gather), sums
 
@@ -219,8 +248,8 @@ class LayerArrays(NamedTuple):
     """Arrays without gradients that all layers use."""
 
     batch: Batch
-    tables: Any
-    """Result of `Attend.make_segment_tables`."""
+    tables: tuple[Any, ...]
+    """Result of `make_segment_tables`."""
     token_keys: Keys | None
     is_token_Bl: Bool[Array, "B l"] | None
     """False at padding; None for models without statistics."""
@@ -230,9 +259,9 @@ class LayerIndices(NamedTuple):
     """Indices of what differs between layers, one per layer; None if the layers are alike."""
 
     rope: Int32[Array, "N"] | None
-    """Index into `ModelConfig.ropes`; 0 for a layer without."""
+    """Index into `ModelConfig.ropes` of its kind; 0 for a layer without."""
     attention: Int32[Array, "N"] | None
-    """Index into `Attend.kinds`; 0 for a layer without attention."""
+    """Index into `Attend.kinds` of its kind; 0 for a layer without attention."""
     layer: Int32[Array, "N"] | None
     """Number of the layer, for dropout."""
 
@@ -242,12 +271,16 @@ class DecoderLayer(Layer):
     """The layers of a kind, on a mesh."""
 
     config: ModelConfig
+    """The model as its layers of this kind see it."""
     kind: LayerKind
     params: layers.Weights
     """Parameter table of the layers."""
     attend: Attend
+    """Attention of these layers."""
     gather: Gather
     tile_tokens: int
+    table_index: int
+    """Index of the segment tables of their attention."""
 
     @property
     def mixer(self) -> Mixer:
@@ -257,7 +290,7 @@ class DecoderLayer(Layer):
         self, shards: layers.Weights, x_BlD: Array, indices: LayerIndices, arrays: LayerArrays
     ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
         keys = dropout.fold_layer(arrays.token_keys, indices.layer)
-        return tiling.apply_in_tiles(
+        inputs, carried = tiling.apply_in_tiles(
             self._bind("pre_attention"),
             self.params["pre_attention"],
             shards,
@@ -266,6 +299,20 @@ class DecoderLayer(Layer):
             tile_tokens=self.tile_tokens,
             shared=() if indices.rope is None else (indices.rope,),
         )
+        if self.config.stored_keys is not None:
+            # In float32, so that gradients of all layers that share them are summed in float32
+            carried = (*carried, *(x.astype(jnp.float32) for x in inputs[1:]))
+        return inputs, carried
+
+    def share(self, shared: Shared, dtype: jnp.dtype) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        to_mix: tuple[Array, ...] = ()
+        if (name := self.config.shared_keys) is not None:
+            to_mix = tuple(x.astype(dtype) for x in shared[name])
+        to_finish: tuple[Array, ...] = ()
+        if PER_LAYER in shared:
+            embeddings_BlD, norm_P = shared[PER_LAYER]
+            to_finish = (embeddings_BlD.astype(dtype), norm_P)
+        return to_mix, to_finish
 
     def _bind(self, part: str) -> Callable[[layers.Weights], Callable[..., Any]]:
         """Function that makes the module of a part, given its weights."""
@@ -288,7 +335,7 @@ class DecoderLayer(Layer):
     def make_row_inputs(self, indices: LayerIndices, arrays: LayerArrays) -> RowInputs:
         """Inputs of `Mixer.mix` in a layer."""
         kind = 0 if indices.attention is None else indices.attention
-        return RowInputs(arrays.batch, self.attend, arrays.tables, kind)
+        return RowInputs(arrays.batch, self.attend, arrays.tables[self.table_index], kind)
 
     def finish(
         self,
@@ -299,13 +346,27 @@ class DecoderLayer(Layer):
         indices: LayerIndices,
         arrays: LayerArrays,
     ) -> tuple[Array, Sums]:
+        others: list[Any]
         mlp_input_BlD, *others = carried
+        shards = dict(shards)
+        of_layer: list[Array] = []
+        if (per_layer := shards.pop("per_layer", None)) is not None:
+            *others, embeddings_BlD, norm_P = others
+            input_BlP = self._compute_per_layer_input(
+                per_layer, embeddings_BlD, norm_P, arrays.batch
+            )
+            of_layer = [input_BlP]
+        stored: dict[str, Any] = {}
+        if (name := self.config.stored_keys) is not None:
+            *others, k_BlGK, v_BlGK = others
+            stored = {layer_stack.STORED: {name: (k_BlGK, v_BlGK)}}
         keys = dropout.fold_layer(arrays.token_keys, indices.layer)
+        params = {x: self.params["post_attention"][x] for x in shards}
         x_BlD, statistics = tiling.apply_in_tiles(
             self._bind("post_attention"),
-            self.params["post_attention"],
+            params,
             shards,
-            (x_BlD, mixed, mlp_input_BlD, keys, *others),
+            (x_BlD, mixed, mlp_input_BlD, keys, *others, *of_layer),
             gather=self.gather,
             tile_tokens=self.tile_tokens,
         )
@@ -316,24 +377,84 @@ class DecoderLayer(Layer):
             is_token = jnp.expand_dims(arrays.is_token_Bl, range(2, statistic.ndim))
             return jnp.sum(jnp.where(is_token, statistic, 0), axis=1)
 
-        return x_BlD, jax.tree.map(sum_rows, statistics)
+        return x_BlD, jax.tree.map(sum_rows, statistics) | stored
+
+    def _compute_per_layer_input(
+        self, shards: layers.Weights, embeddings_BlD: Any, norm_P: Any, batch: Batch
+    ) -> Float[Array, "B l P"]:
+        """See `ModelConfig.per_layer_size`."""
+        params = self.params["post_attention"]["per_layer"]
+        config = self.config
+        rows_BlP = embed_tokens(
+            self.gather,
+            params["embedding"],
+            shards["embedding"],
+            batch.tokens_BL,
+            dtype=embeddings_BlD.dtype,
+            padding_id=config.padding_id,
+        )
+        weight_PD = self.gather(params["projection"], shards["projection"])
+        projected = layers.scale(multiply(embeddings_BlD, weight_PD), config.hidden_size**-0.5)
+        normalized = layers.divide_by_rms(projected.astype(jnp.float32), config.norm_eps)
+        normalized *= jnp.broadcast_to(norm_P, normalized.shape)
+        rows_BlP = layers.scale(rows_BlP, config.per_layer_size**0.5)
+        return layers.scale(normalized.astype(rows_BlP.dtype) + rows_BlP, 2**-0.5)
+
+
+PER_LAYER = "per_layer"
+"""Name of the input of the first layer, and the norm of its projections, which all layers share."""
+
+
+def make_shared(
+    shards: layers.Weights, x_BlD: Float[Array, "B l D"], *, config: ModelConfig, gather: Gather
+) -> Shared:
+    """Arrays that all layers share. Args: x_BlD: input of the first layer."""
+    if not config.per_layer_size:
+        return {}
+    norm = gather(param_table(config)["per_layer_norm"], shards["per_layer_norm"])
+    # In float32, so that gradients are summed over layers in float32
+    return {PER_LAYER: (x_BlD.astype(jnp.float32), norm["weight"].astype(jnp.float32))}
 
 
 def make_layers(
     config: ModelConfig, attend: Attend, gather: Gather, tile_tokens: int
 ) -> dict[LayerKind, DecoderLayer]:
     """The kinds of layers. Args: see `hidden_states`."""
+    attends = _select_attends(config, attend)
+    distinct = list(dict.fromkeys(attends.values()))
     return {
         kind: DecoderLayer(
-            config=config,
+            config=config.of_kind(kind),
             kind=kind,
             params=params,
-            attend=attend,
+            attend=attends[kind],
             gather=gather,
             tile_tokens=tile_tokens,
+            table_index=distinct.index(attends[kind]),
         )
         for kind, params in split_kinds(config, param_table(config)["layers"]).items()
     }
+
+
+def _select_attends(config: ModelConfig, attend: Attend) -> dict[LayerKind, Attend]:
+    """Attention of each kind of layers."""
+    if len(attend.kinds) == 1:
+        return dict.fromkeys(config.kinds, attend)
+    assert len(attend.layer_kinds) == len(config.attention_layers), "made for another model"
+    numbers: dict[LayerKind, list[int]] = {kind: [] for kind in config.kinds}
+    for layer, number in zip(config.attention_layers, attend.layer_kinds, strict=True):
+        numbers[layer.kind].append(number)
+    return {kind: attend.select(of_kind) for kind, of_kind in numbers.items()}
+
+
+def make_segment_tables(of_kinds: dict[LayerKind, DecoderLayer], batch: Batch) -> tuple[Any, ...]:
+    """Results of `Attend.make_segment_tables` by `DecoderLayer.table_index`."""
+    return tuple(
+        attend.make_segment_tables(
+            batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
+        )
+        for attend in dict.fromkeys(layer.attend for layer in of_kinds.values())
+    )
 
 
 def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Array, "B l"] | None:
@@ -351,18 +472,23 @@ def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Arra
 
 def find_layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) -> LayerIndices:
     """Indices of the layers of a model."""
-    ropes = [0 if layer.rope is None else config.ropes.index(layer.rope) for layer in config.layers]
-    indices = LayerIndices(
-        rope=jnp.asarray(ropes, jnp.int32) if len(config.ropes) > 1 else None,
-        attention=None,
+    kinds = config.kinds
+    ropes = {kind: config.of_kind(kind).ropes for kind in kinds}
+    attends = _select_attends(config, attend)
+    scores = {kind: iter(attends[kind].layer_kinds) for kind in kinds}
+    of_ropes = [
+        0 if layer.rope is None else ropes[layer.kind].index(layer.rope) for layer in config.layers
+    ]
+    has_scores = any(len(each.kinds) > 1 for each in attends.values())
+    of_scores = [
+        next(scores[layer.kind]) if has_scores and layer.mixer == ATTENTION else 0
+        for layer in config.layers
+    ]
+    return LayerIndices(
+        rope=jnp.asarray(of_ropes, jnp.int32) if max(map(len, ropes.values())) > 1 else None,
+        attention=jnp.asarray(of_scores, jnp.int32) if has_scores else None,
         layer=jnp.arange(config.num_layers, dtype=jnp.int32) if has_dropout else None,
     )
-    if len(attend.kinds) == 1:
-        return indices
-    assert len(attend.layer_kinds) == len(config.attention_layers), "made for another model"
-    left = iter(attend.layer_kinds)
-    kinds = [next(left) if layer.mixer == ATTENTION else 0 for layer in config.layers]
-    return indices._replace(attention=jnp.asarray(kinds, jnp.int32))
 
 
 def embed_tokens(
@@ -382,10 +508,10 @@ def embed_tokens(
     """
 
     @jax.custom_vjp
-    def embed(shard: Any) -> Array:
+    def embed(shard: Any, tokens_Bl: Array) -> Array:
         return gather.all_gather(param, shard)[tokens_Bl].astype(dtype)
 
-    def backward(_: None, dx_BlD: Array) -> tuple[Any]:
+    def backward(tokens_Bl: Array, dx_BlD: Array) -> tuple[Any, None]:
         # The zeros must wait for dx. Otherwise XLA fills them before the layers' backward pass,
         # when memory is fullest (2 GiB for a vocabulary of 128,256).
         zero, dx_BlD = jax.lax.optimization_barrier((jnp.float32(0), dx_BlD))
@@ -393,7 +519,7 @@ def embed_tokens(
         gradient_VD = zeros_VD.at[tokens_Bl].add(dx_BlD.astype(jnp.float32))
         if padding_id is not None:
             gradient_VD = gradient_VD.at[padding_id].set(0)
-        return (gather.reduce_scatter(param, gradient_VD),)
+        return gather.reduce_scatter(param, gradient_VD), None
 
-    embed.defvjp(lambda shard: (embed(shard), None), backward)
-    return embed(shard)
+    embed.defvjp(lambda shard, tokens_Bl: (embed(shard, tokens_Bl), tokens_Bl), backward)
+    return embed(shard, tokens_Bl)

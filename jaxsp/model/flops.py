@@ -27,10 +27,12 @@ def step_flops(
     for kind, params in decoder.split_kinds(model, table["layers"]).items():
         feed_forward = registry.FEED_FORWARDS[kind.feed_forward]
         of_feed_forward = jax.tree.leaves(params["post_attention"]["mlp"])
-        for param in filter(lambda param: param.is_matrix, jax.tree.leaves(params)):
+        for param in jax.tree.leaves(params):
+            if not param.is_matrix or param.is_lookup:
+                continue
             fraction = 1.0
             if any(param is part for part in of_feed_forward):
-                fraction = feed_forward.active_fraction(model, param)
+                fraction = feed_forward.active_fraction(model.of_kind(kind), param)
             per_token += fraction * _matrix_flops(param)
     mixing = 3 * sum(_count_mixer_flops(model, segment_lengths).values())
     return per_token * float(segment_lengths.sum()) + mixing
@@ -50,7 +52,8 @@ def _count_mixer_flops(model: ModelConfig, segment_lengths: np.ndarray) -> dict[
     """Floating-point operations of the forward pass, by mixer."""
     counts: dict[str, float] = dict.fromkeys((ATTENTION, *registry.MIXERS), 0.0)
     for layer, num_layers in Counter(model.layers).items():
-        flops = registry.MIXERS[layer.mixer].forward_flops(model, layer, segment_lengths)
+        sizes = model.of_kind(layer.kind)
+        flops = registry.MIXERS[layer.mixer].forward_flops(sizes, layer, segment_lengths)
         counts[layer.mixer] += num_layers * flops
     return counts
 

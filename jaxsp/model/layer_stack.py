@@ -29,9 +29,16 @@ from jaxsp.core import host_memory
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy
 
-Sums = dict[str, Array]
+Sums = dict[str, Any]
 """Sums of a layer over tokens, by name, which may have gradients; empty for most layers. Those of
 several layers are stacked."""
+
+STORED = "stored"
+"""Entry of a layer's sums with arrays, by name, that the layers of later segments share. Such a
+layer is a segment of its own."""
+
+Shared = dict[str, Any]
+"""Arrays that several layers share, by name, with gradients."""
 
 
 class Layer(abc.ABC):
@@ -56,12 +63,20 @@ class Layer(abc.ABC):
     ) -> tuple[Array, Sums]:
         """Input of the next layer, and the layer's sums."""
 
-    def __call__(self, x: Array, own: tuple[Weights, Any], *, batch: Any) -> tuple[Array, Sums]:
+    def share(self, shared: Shared, dtype: jnp.dtype) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Shared arrays that the layer mixes too, and those that `finish` gets too."""
+        return (), ()
+
+    def __call__(
+        self, x: Array, own: tuple[Weights, Any], *, batch: Any, shared: Shared | None = None
+    ) -> tuple[Array, Sums]:
         """Runs a layer. Args: own: its shards and indices."""
         shards, indices = own
         x = remat.name_layer_input(x)
         inputs, carried = self.project(shards["pre_attention"], x, indices, batch)
-        mixed = self.mix(shards.get("mix"), inputs, indices, batch)
+        to_mix, to_finish = self.share(shared or {}, x.dtype)
+        mixed = self.mix(shards.get("mix"), (*inputs, *to_mix), indices, batch)
+        carried = (*carried, *to_finish)
         return self.finish(shards["post_attention"], x, mixed, carried, indices, batch)
 
 
@@ -75,11 +90,15 @@ def run_layers(
     segments: Sequence[LayerSegment],
     policy: RematPolicy,
     gather: Gather,
+    shared: Shared | None = None,
 ) -> tuple[Array, Sums]:
     """Output of the last layer, and the sums of the layers that have some.
 
     Shapes: arrays of a kind's `shards` stack its layers, those of `indices` all layers.
+
+    Args: shared: arrays that all layers share.
     """
+    shared = shared or {}
     all_sums: list[Sums] = []
     num_done: collections.Counter[LayerKind] = collections.Counter()
     for segment in segments:
@@ -100,26 +119,37 @@ def run_layers(
                 offloads_during_attention=policy.offloads_during_attention,
                 merge_holders=gather.merge_holders,
             )
-            x, sums_of_kinds = stack(x, *gather.split_holders(stacks), own, batch)
-            all_sums += sums_of_kinds.values()
+            x, sums_of_kinds = stack(x, *gather.split_holders(stacks), own, batch, shared)
+            for sums in sums_of_kinds.values():
+                shared = shared | pop_stored(sums)
+                all_sums.append(sums)
             continue
         divided = policy.divide(segment, segments[-1].first + segments[-1].num_layers)
         if len(segment.period) == len(divided) == 1:
             (kind,) = stacks
-            run_layer = functools.partial(layers[kind], batch=batch)
+            run_layer = functools.partial(layers[kind], batch=batch, shared=shared)
             run = remat.checkpoint_layer(run_layer, divided[0][1], kind)
             x, sums = jax.lax.scan(run, x, (stacks[kind], own))
+            shared = shared | pop_stored(sums)
             all_sums.append(sums)
             continue
         count = len(segment.period)
         own = jax.tree.map(lambda x, n=count: x.reshape(-1, n, *x.shape[1:]), own)
         for periods, of_part in divided:
-            run = functools.partial(_run_period, layers, segment.period, stacks, batch, of_part)
+            run_layers = {
+                kind: functools.partial(layers[kind], batch=batch, shared=shared) for kind in counts
+            }
+            run = functools.partial(_run_period, run_layers, segment.period, stacks, of_part)
             of_periods = _take_layers(own, periods.start, len(periods))
             inputs = jnp.asarray(periods, jnp.int32), of_periods
             x, sums = jax.lax.scan(run, x, inputs)
             all_sums.append(jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), sums))
     return x, _join_sums(all_sums)
+
+
+def pop_stored(sums: Sums) -> Shared:
+    """Removes and returns what the only layer of a segment stored."""
+    return jax.tree.map(lambda y: y[0], sums.pop(STORED, {}))
 
 
 def _join_sums(parts: Sequence[Sums]) -> Sums:
@@ -138,10 +168,9 @@ def is_one_loop(segments: Sequence[LayerSegment], policy: RematPolicy) -> bool:
 
 
 def _run_period(
-    layers: Mapping[LayerKind, Layer],
+    layers: Mapping[LayerKind, Callable[..., tuple[Array, Sums]]],
     period: Sequence[LayerKind],
     stacks: Mapping[LayerKind, Weights],
-    batch: Any,
     policy: RematPolicy,
     x: Array,
     inputs: tuple[Array, Any],
@@ -161,7 +190,7 @@ def _run_period(
 
         def layer(x: Array, inputs: tuple[Array, Any], kind: LayerKind = kind) -> Any:
             place, indices = inputs
-            return layers[kind](x, (_read(stacks[kind], place), indices), batch=batch)
+            return layers[kind](x, (_read(stacks[kind], place), indices))
 
         checkpointed = remat.checkpoint_layer(layer, policy, kind)
         first = _index(number, counts[kind], done[kind])
@@ -204,7 +233,13 @@ class OffloadedStack:
     """(holders, values) -> shards: see `layers.Gather`."""
 
     def __call__(
-        self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
+        self,
+        x: Array,
+        holders: Any,
+        values: Any,
+        indices: Any,
+        batch: Any,
+        shared: Shared | None = None,
     ) -> tuple[Array, dict[LayerKind, Sums]]:
         """Output of the last layer, and the sums of the layers of each kind.
 
@@ -219,7 +254,7 @@ class OffloadedStack:
         """
         run = jax.custom_vjp(self._run_without_gradient)
         run.defvjp(self._run_forward, self._run_backward)
-        return run(x, holders, values, indices, batch)
+        return run(x, holders, values, indices, batch, shared or {})
 
     @property
     def _groups(self) -> tuple[int, int]:
@@ -227,9 +262,10 @@ class OffloadedStack:
         return divmod(self.num_periods, self.group_size)
 
     def _run_without_gradient(
-        self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
+        self, x: Array, holders: Any, values: Any, indices: Any, batch: Any, shared: Shared
     ) -> tuple[Array, dict[LayerKind, Sums]]:
         stacked = holders, values, indices
+        batch = batch, shared
         run = lambda period, state: self._run_period(stacked, period, state, batch)
         return jax.lax.fori_loop(
             0, self.num_periods, run, (x, self._make_empty_sums(stacked, x, batch))
@@ -248,9 +284,10 @@ class OffloadedStack:
         return {kind: make(kind) for kind in counts}
 
     def _run_forward(
-        self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
+        self, x: Array, holders: Any, values: Any, indices: Any, batch: Any, shared: Shared
     ) -> tuple[tuple[Array, dict[LayerKind, Sums]], tuple[Any, ...]]:
         stacked = holders, values, indices
+        batch = batch, shared
         num_groups, num_remaining = self._groups
 
         def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
@@ -288,7 +325,9 @@ class OffloadedStack:
     ) -> tuple[Array, Sums]:
         holders, values, indices = self._read_layer(stacked, period, number)
         shards = self.merge_holders(holders, values)
-        return self.layers[self.period[number]](x, (shards, indices), batch=batch)
+        batch, shared = batch
+        run = self.layers[self.period[number]]
+        return run(x, (shards, indices), batch=batch, shared=shared)
 
     def _place(self, period: Array | int, number: int) -> Array | int:
         """Index of a layer in the arrays of its kind."""
@@ -311,7 +350,7 @@ class OffloadedStack:
         num_groups, num_remaining = self._groups
 
         def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
-            dx, gradients, waiting = state
+            dx, gradients, dshared, waiting = state
             first = group * self.group_size
             inputs = kept, jnp.asarray(group)
             if size * len(self.period) > 1:
@@ -326,7 +365,7 @@ class OffloadedStack:
                 inputs = waiting, jnp.asarray(0)
 
             def pull_period(i: Array, state: tuple) -> tuple:
-                dx, gradients = state
+                dx, gradients, dshared = state
                 index = size - 1 - i
                 stored, offset = inputs
                 for number, kind in reversed(list(enumerate(self.period))):
@@ -334,27 +373,28 @@ class OffloadedStack:
                     place = offset + _index(index, len(self.period), number)
                     place_of_kind = self._place(first + index, number)
                     dresults = dx, _read(dsums[kind], place_of_kind)
-                    dx, new = self._differentiate_layer(
+                    dx, new, new_shared = self._differentiate_layer(
                         kind, layer_inputs, batch, dresults, (stored, place)
                     )
+                    dshared = jax.tree.map(jnp.add, dshared, new_shared)
                     add = functools.partial(_add_gradient, index=place_of_kind)
                     gradients = gradients | {kind: jax.tree.map(add, gradients[kind], new)}
-                return dx, gradients
+                return dx, gradients, dshared
 
-            return *jax.lax.fori_loop(0, size, pull_period, (dx, gradients)), waiting
+            return *jax.lax.fori_loop(0, size, pull_period, (dx, gradients, dshared)), waiting
 
         # One array for all groups: XLA runs the last one after the loop, with an array of its own
         num_waiting = self.group_size * len(self.period)
         waiting = _empty_on_host(num_waiting, dx) if num_waiting > 1 else None
-        state = dx, holders, waiting
+        state = dx, holders, jax.tree.map(jnp.zeros_like, batch[1]), waiting
         if num_remaining:
             state = run_group(num_groups, state, size=num_remaining)
         run_whole_group = functools.partial(run_group, size=self.group_size)
         state = jax.lax.fori_loop(
             0, num_groups, lambda i, state: run_whole_group(num_groups - 1 - i, state), state
         )
-        dx, gradients, _ = state
-        return dx, gradients, None, None, None
+        dx, gradients, dshared, _ = state
+        return dx, gradients, None, None, None, dshared
 
     def _compute_inputs(
         self, waiting: Array, kept: Array, group: Any, stacked: Any, batch: Any, *, size: int
@@ -387,15 +427,17 @@ class OffloadedStack:
         batch: Any,
         dresults: tuple[Array, Sums],
         waiting: tuple[Array, Array],
-    ) -> tuple[Array, Any]:
-        """Gradients of a layer's input and of its holders.
+    ) -> tuple[Array, Any, Shared]:
+        """Gradients of a layer's input, of its holders, and of what layers share.
 
         Args:
+            batch: the batch, and the shared arrays.
             dresults: gradients of its output and of its sums.
             waiting: inputs of several layers, in host memory, and the index of this one's.
         """
         dx, dsums = dresults
         kept, index = waiting
+        batch, shared = batch
         holders, values, indices = layer_inputs
 
         def bind(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -416,30 +458,36 @@ class OffloadedStack:
         inputs, carried = pre(holders["pre_attention"], x)
         if self.offloads_during_attention:
             dx, inputs = jax.lax.optimization_barrier((host_memory.to_host(dx), inputs))
-        mixed, pull_mix = jax.vjp(mix, holders.get("mix"), inputs)
+        share = functools.partial(self.layers[kind].share, dtype=x.dtype)
+        (to_mix, to_finish), pull_share = jax.vjp(share, shared)
+        mixed, pull_mix = jax.vjp(mix, holders.get("mix"), (*inputs, *to_mix))
         # Gradients of the part after the mixing
         if self.offloads_during_attention:
             # The input is read again once the mixing has ended
             dx, mixed, index = jax.lax.optimization_barrier((dx, mixed, index))
             dx = host_memory.to_device(dx)
             x = read_input(index)
+        carried = (*carried, *to_finish)
         _, pull_post = jax.vjp(post, holders["post_attention"], x, mixed, carried)
         post_gradients, dx, dmixed, dcarried = pull_post((dx, dsums))
+        num_carried = len(carried) - len(to_finish)
         # Gradients of the mixing
         if self.offloads_during_attention:
             dx, dmixed = jax.lax.optimization_barrier((host_memory.to_host(dx), dmixed))
         mix_gradients, dinputs = pull_mix(dmixed)
+        (dshared,) = pull_share((dinputs[len(inputs) :], dcarried[num_carried:]))
+        dinputs = dinputs[: len(inputs)]
         # Gradients of the part before it
         if self.offloads_during_attention:
             dx, dinputs, index = jax.lax.optimization_barrier((dx, dinputs, index))
             dx = host_memory.to_device(dx)
             x = read_input(index)
         _, pull_pre = jax.vjp(pre, holders["pre_attention"], x)
-        pre_gradients, dx_of_mixing = pull_pre((dinputs, dcarried))
+        pre_gradients, dx_of_mixing = pull_pre((dinputs, dcarried[:num_carried]))
         gradients = {"pre_attention": pre_gradients, "post_attention": post_gradients}
         if "mix" in holders:
             gradients["mix"] = mix_gradients
-        return dx + dx_of_mixing, gradients
+        return dx + dx_of_mixing, gradients, dshared
 
 
 def _empty_on_host(count: int, x: Array) -> Array:

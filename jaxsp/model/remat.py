@@ -122,8 +122,10 @@ class RematPolicy:
 def has_saved_products(config: ModelConfig) -> bool:
     """False if `save_attention_and_mlp` keeps no more than `save_attention`: experts are
     recomputed."""
-    feed_forwards = (registry.FEED_FORWARDS[kind.feed_forward] for kind in config.kinds)
-    return any(feed_forward.cost(config).saved_width for feed_forward in feed_forwards)
+    return any(
+        registry.FEED_FORWARDS[kind.feed_forward].cost(config.of_kind(kind)).saved_width
+        for kind in config.kinds
+    )
 
 
 def name_layer_input(x: Array) -> Array:

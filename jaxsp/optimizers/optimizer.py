@@ -58,8 +58,8 @@ def state_bytes(config: Optimizer, param: Parameter, num_shards: int) -> StateBy
 
 
 def is_layer_matrix(param: Parameter) -> bool:
-    """True for matrices of the layers; not for the embedding, the head, norms and biases."""
-    return param.num_layers is not None and len(param.matrix_shape) == 2
+    """True for matrices of the layers; not for embeddings, the head, norms and biases."""
+    return param.num_layers is not None and len(param.matrix_shape) == 2 and not param.is_lookup
 
 
 def map_weights_and_state(

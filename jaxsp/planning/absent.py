@@ -232,7 +232,7 @@ def measure_step(step: PlannedStep) -> MemoryUse:
 
     Raises: RuntimeError if the program has no such calls.
     """
-    kernel = step.spec.attention.kernel
+    kernel = step.spec.attention.library_kernel
     counted = fit.read_memory_use(step.executable, step.spec.attention)
     if not counted.uncounted_workspace:
         return counted

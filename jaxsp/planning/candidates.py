@@ -230,7 +230,7 @@ def _keeps_as_much(spec: StepSpec, reference: StepSpec, memory: MemoryLimit) -> 
     """True if some memory options of a step with more rows in a microbatch fit, even if the formula
     predicts too little, recompute no more than the reference, and have no smaller tiles; with the
     same kernel."""
-    if spec.attention.kernel.name != reference.attention.kernel.name:
+    if spec.attention.library_kernel != reference.attention.library_kernel:
         return False
     min_mlp_tile = reference.mlp_tile
     if min_mlp_tile >= reference.tokens_per_device:  # no tiles

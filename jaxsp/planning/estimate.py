@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxsp.blocks import layers, registry
+from jaxsp.blocks.block import FeedForwardCost
 from jaxsp.blocks.config import LayerKind, ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.units import GIB
@@ -92,6 +93,7 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
             if is_stacked_on_host and spec.has_offloaded_state:
                 weights += spec.dtype.itemsize * size
     activations = _stream_bytes(spec) if spec.model.has_embedding_norm else 0
+    activations += _shared_bytes(spec)
     if spec.teacher is not None:  # its hidden states
         activations += _stream_bytes(spec.teacher)
     for segment in spec.model.segments:
@@ -115,6 +117,16 @@ def _stream_bytes(spec: StepSpec) -> int:
     return spec.tokens_per_device * spec.model.hidden_size * spec.dtype.itemsize
 
 
+def _shared_bytes(spec: StepSpec) -> int:
+    """Bytes of arrays that several layers share, and of their gradients, which are float32."""
+    model = spec.model
+    width = model.hidden_size if model.per_layer_size else 0
+    for kind in model.kinds:
+        if kind.sizes is not None and kind.sizes.stored_keys is not None:
+            width += 2 * kind.sizes.num_kv_heads * kind.sizes.head_dim
+    return 2 * 4 * width * spec.tokens_per_device
+
+
 def kept_mlp_widths(model: ModelConfig) -> list[int]:
     """Elements for each token of the MLP's products that are kept with `kept_mlp_layers` of 0, 1,
     ... up to all. Whole periods of layers keep them, so that some numbers keep no more."""
@@ -122,7 +134,7 @@ def kept_mlp_widths(model: ModelConfig) -> list[int]:
     def count(number: int) -> int:
         policy = RematPolicy(remat="save_attention_and_mlp", kept_mlp_layers=number)
         return sum(
-            len(periods) * registry.FEED_FORWARDS[kind.feed_forward].cost(model).saved_width
+            len(periods) * _feed_forward_cost(model, kind).saved_width
             for segment in model.segments
             for periods, of_part in policy.divide(segment, model.num_layers)
             if of_part.is_mlp_saved
@@ -132,15 +144,19 @@ def kept_mlp_widths(model: ModelConfig) -> list[int]:
     return [count(number) for number in range(model.num_layers + 1)]
 
 
+def _feed_forward_cost(model: ModelConfig, kind: LayerKind) -> FeedForwardCost:
+    return registry.FEED_FORWARDS[kind.feed_forward].cost(model.of_kind(kind))
+
+
 def _saved_bytes(spec: StepSpec, kind: LayerKind, policy: RematPolicy) -> int:
     """Bytes of a layer's activations that are saved on the device for the backward pass."""
-    model = spec.model
+    model = spec.model.of_kind(kind)
     mixer = registry.MIXERS[kind.mixer]
     width = 0 if policy.is_input_offloaded else model.hidden_size
     # Activations of tiles are not saved
     has_tiles = spec.mlp_tile < spec.tokens_per_device
     if (policy.is_mlp_saved or policy.are_products_saved) and not has_tiles:
-        width += registry.FEED_FORWARDS[kind.feed_forward].cost(model).saved_width
+        width += _feed_forward_cost(model, kind).saved_width
     if policy.are_products_saved:
         width += mixer.product_width(model, spec.workload)
     per_token = spec.dtype.itemsize * width
@@ -166,7 +182,7 @@ def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
 
     params = decoder.split_kinds(model, spec.table["layers"])[kind]["post_attention"]
     weights = count_elements(params)
-    cost = registry.FEED_FORWARDS[kind.feed_forward].cost(model)
+    cost = _feed_forward_cost(model, kind)
     live = tile * cost.backward_width + cost.fixed_elements
     # Statistics are float32, and have gradients
     live = itemsize * live + 2 * 4 * tokens * cost.statistics_width
@@ -183,7 +199,7 @@ def _mixer_bytes(spec: StepSpec, kind: LayerKind) -> int:
     """Bytes of the backward pass of a layer's mixer: the maximum of the layers of a kind."""
     params = decoder.split_kinds(spec.model, spec.table["layers"])[kind]
     weights = sum(param.size for param in jax.tree.leaves(params))
-    backward = registry.MIXERS[kind.mixer].backward_bytes(spec.model, spec.workload)
+    backward = registry.MIXERS[kind.mixer].backward_bytes(spec.model.of_kind(kind), spec.workload)
     # The layer's input and its gradient, or a copy of a gradient for the all-to-all
     num_streams = 1 if spec.remat_policy.offloads_during_attention else 2
     return backward + num_streams * _stream_bytes(spec) + spec.dtype.itemsize * weights
@@ -282,7 +298,8 @@ def offloaded_bytes(model: ModelConfig, config: StepConfig, *, num_shards: int) 
         per_token = num_inputs * model.hidden_size * itemsize
     if policy.is_attention_offloaded:
         per_token += sum(
-            registry.MIXERS[layer.mixer].output_bytes(model, itemsize) for layer in model.layers
+            registry.MIXERS[layer.mixer].output_bytes(model.of_kind(layer.kind), itemsize)
+            for layer in model.layers
         )
     tokens_per_device = config.row_tokens * config.microbatch_rows // config.mesh.degree
     return OffloadedBytes(

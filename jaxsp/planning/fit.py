@@ -163,9 +163,9 @@ def read_memory_use(executable: jax.stages.Compiled, choice: AttentionChoice) ->
         return sum(sizes) - alias
 
     workspace = None
-    workspace_bytes = choice.settings.workspace_bytes
+    workspace_bytes = choice.workspace_bytes
     if workspace_bytes:
-        workspace = choice.kernel.read_workspace_bytes(executable.as_text() or "")
+        workspace = choice.library_kernel.read_workspace_bytes(executable.as_text() or "")
     return MemoryUse(
         device=total(""),
         host=total("host_"),

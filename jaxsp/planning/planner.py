@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jaxsp.attention.selection import choose_strategy
+from jaxsp.attention.selection import choose_strategy, describe_exceptions
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
@@ -257,7 +257,7 @@ def plan_step(
         attention_bytes=choice.sent_bytes,
         alternative_bytes=dict(choice.alternatives),
         kernel=choice.kernel.name,
-        kernel_title=choice.kernel.title,
+        kernel_title=", ".join([choice.kernel.title, *describe_exceptions(choice)]),
         fallback_reason=choice.fallback_reason,
         head_chunks=choice.settings.head_chunks,
         remat=spec.remat_policy.remat,
@@ -316,7 +316,7 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
         larger = spec.respec(rows_per_microbatch=2 * spec.config.microbatch_rows, memory=memory)
     except UserError:  # no attention takes that number of rows
         return False
-    if larger.attention.kernel != spec.attention.kernel:
+    if larger.attention.library_kernel != spec.attention.library_kernel:
         return False
     first = next(candidates.list_candidates(larger))
     error = fitted.memory_use.device_total / estimate.predict_bytes(spec)

@@ -117,12 +117,14 @@ def estimate_step(
 ) -> TimeEstimate | None:
     """Estimates a step over segments of these lengths, on nodes of `node_devices` devices.
 
-    None if the dtype is not bfloat16 or XLA compiles the kernel: the published rates are for cuDNN.
+    None if the dtype is not bfloat16 or XLA compiles the kernel of any layer: the published rates
+    are for cuDNN.
 
     Args: text: of the compiled step.
     """
-    prefix = spec.attention.kernel.custom_call_prefix
-    if not prefix or spec.dtype != jnp.bfloat16:
+    prefix = spec.attention.library_kernel.custom_call_prefix
+    others = [x.kernel.custom_call_prefix for x in spec.attention.exceptions]
+    if not all([spec.attention.kernel.custom_call_prefix, *others]) or spec.dtype != jnp.bfloat16:
         return None
     compiled = hlo.parse(text)
     kernels = hlo.read_kernel_costs(text)

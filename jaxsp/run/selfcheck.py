@@ -136,17 +136,18 @@ def check_device(spec: StepSpec, *, may_replace: bool = False) -> tuple[list[str
         (tokens, score): None
         for tokens in (None, choice.strategy.tokens.on_one_device())
         for score in choice.layer_scores
-        if choice.kernel.needs_selfcheck
+        if choice.find_kernel(score.heads)[0].needs_selfcheck
     }
+    sizes = (model.num_kv_heads, model.head_dim)
     checks = [
         check_attention(
-            choice.kernel,
-            heads=choice.strategy.heads.local_heads(model.num_heads, model.num_kv_heads),
-            head_dim=model.head_dim,
+            choice.find_kernel(score.heads)[0],
+            heads=choice.strategy.heads.local_heads(model.num_heads, (score.heads or sizes)[0]),
+            head_dim=(score.heads or sizes)[1],
             max_segments=spec.config.max_segments,
             dtype=dtype,
             score=score,
-            settings=choice.settings,
+            settings=choice.find_kernel(score.heads)[1],
             strategy=combine(1, tokens),
         )
         for tokens, score in kinds

@@ -111,9 +111,9 @@ def is_quantized(param: Parameter) -> bool:
 
 
 def can_quantize(param: Parameter) -> bool:
-    """True for the matrices of layers, also of experts; not for routers, which have a dtype of
-    their own: rounding would change the choice of experts."""
-    is_own = param.is_matrix and not param.is_adapter
+    """True for the matrices of layers, also of experts; not for embeddings, and not for routers,
+    which have a dtype of their own: rounding would change the choice of experts."""
+    is_own = param.is_matrix and not param.is_adapter and not param.is_lookup
     return param.num_layers is not None and is_own and param.compute_dtype is None
 
 

@@ -247,7 +247,7 @@ class StepSpec:
         # About 1.5 times what the feed-forward's backward pass needs, and five float32 numbers for
         # each model dim
         width = max(
-            registry.FEED_FORWARDS[kind.feed_forward].cost(self.model).backward_width
+            registry.FEED_FORWARDS[kind.feed_forward].cost(self.model.of_kind(kind)).backward_width
             for kind in self.model.kinds
         )
         per_token = 3 * width // 2 * self.dtype.itemsize + 20 * self.model.hidden_size

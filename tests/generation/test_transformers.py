@@ -20,6 +20,8 @@ PROMPTS = models.draw_texts([3, 40, 11], oracle.SIZES["vocab_size"])
 CASES = [
     pytest.param("llama3", (1, 1, 1), id="llama"),
     pytest.param("gemma3", (1, 1, 2), id="windows", marks=pytest.mark.slow),
+    pytest.param("gemma4", (1, 1, 2), id="sizes of kinds of layers", marks=pytest.mark.e2e),
+    pytest.param("gemma4_shared", (1, 1, 2), id="shared keys", marks=pytest.mark.e2e),
     pytest.param("gpt_oss", (1, 2, 1), id="sinks and experts", marks=pytest.mark.slow),
     pytest.param("qwen3_5", (1, 1, 2), id="delta nets", marks=pytest.mark.e2e),
     pytest.param("olmo hybrid", (1, 1, 1), id="delta nets without RoPE", marks=pytest.mark.slow),

@@ -61,6 +61,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_start_token_id": 129,
         "vision_end_token_id": 130,
     },
+    "gemma4": {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": oracle.MODELS["gemma4_shared"] | {"tie_word_embeddings": True},
+        "vision_config": {
+            **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+        },
+        "audio_config": None,
+        "image_token_id": 127,
+        "video_token_id": 128,
+        "audio_token_id": 129,
+    },
+    "gemma4_unified": {
+        "model_type": "gemma4_unified",
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "text_config": oracle.MODELS["gemma4_unified"],
+        "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 4, "output_proj_dims": 48},
+        "audio_config": None,
+        "image_token_id": 127,
+        "video_token_id": 128,
+        "audio_token_id": 129,
+    },
     "muse_glimmer": oracle.add_other_parts(oracle.MODELS["muse_glimmer"]),
 }
 MODELS["qwen3_5_moe"] = MODELS["qwen3_5"] | {
@@ -68,7 +91,7 @@ MODELS["qwen3_5_moe"] = MODELS["qwen3_5"] | {
     "architectures": ["Qwen3_5MoeForConditionalGeneration"],
     "text_config": oracle.MODELS["qwen3_5_moe"],
 }
-"""Fields of a config.json: five families, and the text models of each."""
+"""Fields of a config.json: seven families, and the text models of each."""
 
 GEMMA_3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],

@@ -82,6 +82,27 @@ QWEN3_5 = {
     },
 }
 
+GEMMA4: dict[str, Any] = {
+    **SIZES,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "head_dim": 8,  # with larger heads, scores are sharp, and gradients ill-conditioned
+    "global_head_dim": 16,
+    # transformers makes the last layer a full one
+    "layer_types": ["sliding_attention", "full_attention", *2 * ["sliding_attention"]],
+    "sliding_window": 5,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000.0,
+        },
+    },
+    "final_logit_softcapping": 3.0,
+    "tie_word_embeddings": True,
+}
+
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -185,6 +206,39 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 100.0,
         "rope_theta": 1e6,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma4": GEMMA4
+    | {
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "attention_bias": True,
+    },
+    "gemma4_unified": GEMMA4 | {"model_type": "gemma4_unified_text"},
+    "gemma4_moe": GEMMA4
+    | {
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+    },
+    "gemma4_shared": GEMMA4
+    | {
+        "num_hidden_layers": 5,
+        # the last layers share the keys of the first two, one of them with two layers
+        "layer_types": [
+            "sliding_attention",
+            *2 * ["full_attention"],
+            "sliding_attention",
+            "full_attention",
+        ],
+        "num_kv_shared_layers": 3,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,  # with less, gradients of keys are small sums of large terms
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 140,
     },
     "olmo2": {**SIZES, "model_type": "olmo2"},
     "olmo3": {
@@ -369,7 +423,8 @@ def torch_model(fields: dict[str, Any], auto_class: Any = transformers.AutoModel
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in named_weights(model).items():
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+            mean = 1.0 if "norm" in name or "scal" in name else 0.0
+            weight.normal_(mean, 0.3, generator=generator)
     return model
 
 
@@ -486,8 +541,10 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
 
     used = set()
 
-    def take_one(param: Parameter, name: str) -> np.ndarray:
+    def take_one(param: Parameter, name: str, layer: int | None) -> np.ndarray:
         used.add(name)
+        if param.joined_layers is not None:
+            return left[name][param.find_block(2 * (slice(None),), layer)]
         whole = param.view_matrices(left[name])
         if param.hf_rows is None:
             return whole
@@ -495,7 +552,7 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
         return whole.take(param.hf_rows.find(np.arange(param.matrix_shape[0])), axis=axis)
 
     def take_layer(param: Parameter, layer: int | None) -> np.ndarray:
-        parts = [take_one(param, name) for _, name in param.list_tensors(layer)]
+        parts = [take_one(param, name, layer) for _, name in param.list_tensors(layer)]
         return np.stack(parts) if param.has_tensor_per_expert else parts[0]
 
     def take(param: Parameter) -> np.ndarray:

@@ -174,6 +174,8 @@ def test_the_config_read_back_is_the_same_model(tmp_path, name):
     assert loaded.dtype == oracle.torch.bfloat16
     assert model_config.parse_model_config(loaded.to_dict()) == expected
 
+    if "proportional" in str(written["rope_parameters"]):
+        return  # transformers 4 has no such family
     # the fields that transformers 4 wrote
     legacy = {
         key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")

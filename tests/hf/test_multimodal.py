@@ -23,11 +23,14 @@ TEXT_CLASSES = {
     "gemma3": "Gemma3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "gemma4_unified": "Gemma4UnifiedForCausalLM",
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
 }
 PARTS = dict.fromkeys(TEXT_CLASSES, ("vision_tower", "multi_modal_projector"))
 PARTS |= {"qwen3_5": ("visual",), "qwen3_5_moe": ("visual",)}
+PARTS |= {"gemma4": ("embed_vision", "vision_tower"), "gemma4_unified": ("embed_vision",)}
 
 
 def resolve(fields: dict[str, Any], **model: Any) -> dict[str, Any]:
@@ -43,13 +46,13 @@ def text_tensors(model: Any) -> dict[str, np.ndarray]:
     """Tensors of the text model, by their names in a text-only checkpoint."""
     named = {
         name.replace("model.language_model.", "model."): weight.detach().numpy()
-        for name, weight in model.named_parameters()
+        for name, weight in oracle.named_weights(model).items()
     }
     return {name: array for name, array in named.items() if not is_left_out(name)}
 
 
 def is_left_out(name: str) -> bool:
-    parts = ("vision_tower", "multi_modal_projector", "visual", "vision_adapter")
+    parts = ("vision_tower", "multi_modal_projector", "visual", "vision_adapter", "embed_vision")
     return any(part in name for part in (*parts, "vision_projection"))
 
 
@@ -58,7 +61,8 @@ def save(model: Any, directory: pathlib.Path, layout: str) -> None:
     size = "40KB" if layout == "hub, several files" else "5GB"
     model.save_pretrained(directory, max_shard_size=size)
     if layout == "modules of transformers 5":
-        stored = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+        named = oracle.named_weights(model)
+        stored = {name: tensor.detach().numpy() for name, tensor in named.items()}
         assert "model.language_model.norm.weight" in stored
         path = directory / "model.safetensors"
         safetensors.numpy.save_file(stored, path, metadata={"format": "pt"})
@@ -72,7 +76,7 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     files = list((tmp_path / "in").glob("*.safetensors"))
     names = [name for file in files for name in safetensors.numpy.load_file(file)]
     prefix = "language_model.model."
-    if "modules" in layout or name.startswith("qwen3_5"):
+    if "modules" in layout or name.startswith(("qwen3_5", "gemma4")):
         prefix = "model.language_model."
     assert f"{prefix}norm.weight" in names
     assert (len(files) > 1) == ("several" in layout)
@@ -83,7 +87,7 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     assert batches.is_bitwise_equal(
         master, oracle.stacked(jax.tree.map(oracle.torch.from_numpy, expected), table)
     )
-    count = sum(is_left_out(name) for name, _ in model.named_parameters())
+    count = sum(map(is_left_out, oracle.named_weights(model)))
     left_out = weights.open_folder(source, table).left_out
     assert_names(left_out, "text model only", str(count), *PARTS[name])
 
@@ -100,7 +104,8 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     )
     assert not any(info.values()), info
     assert type(loaded).__name__ == TEXT_CLASSES[name]
-    back = {key: weight.detach().numpy() for key, weight in loaded.named_parameters()}
+    named = oracle.named_weights(loaded)
+    back = {key: weight.detach().numpy() for key, weight in named.items()}
     assert batches.is_bitwise_equal(back, expected)
     if name == "gemma3":
         assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == [1, 106]

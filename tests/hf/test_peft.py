@@ -94,12 +94,22 @@ SLOW_CASES = {
         "muse_glimmer with vision", type="dora", modules_to_save=ALL
     ),
     "uneven": Case("llama uneven", type="dora", rank=8),
+    "values of some layers": Case("gemma4", targets=["v_proj"]),
+    # gradients of keys are small sums of large terms
+    "shared keys": Case(
+        "gemma4_shared", targets=["q_proj", "v_proj", "per_layer_projection", "down_proj"]
+    ),
+    "MLP beside experts": Case(
+        "gemma4_moe",
+        targets=["gate_proj"],
+        target_parameters=("experts.gate_up_proj", "experts.down_proj"),
+    ),
     "MLP": Case("llama3", rank=64, targets=["gate_proj", "down_proj"]),
 } | {
     f"{model} {kind}": Case(model, type=kind)
     for model in (
         *("qwen3_5", "olmo hybrid", "gemma3", "olmo2", "olmo3"),
-        *("granite", "glm4", "ministral3", "cohere2"),
+        *("granite", "glm4", "ministral3", "cohere2", "gemma4"),
     )
     for kind in ("lora", "dora")
 }

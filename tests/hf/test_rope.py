@@ -41,6 +41,12 @@ GROUPS: dict[str, dict[str, Any]] = {
         **{"rope_type": "linear", "rope_theta": 1e4, "factor": 3.5},
         "partial_rotary_factor": 0.5,
     },
+    "proportional": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+    "proportional, factor": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.5},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
     "llama3": LLAMA3,
     "llama3.2": LLAMA3 | {"factor": 32.0},

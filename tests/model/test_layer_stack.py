@@ -142,17 +142,14 @@ SEGMENTS = [
 KINDS = [kind for segment in SEGMENTS for _ in range(segment.repeats) for kind in segment.period]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        RematPolicy(remat="full"),
-        RematPolicy(remat="full", offload_activations="layer_inputs", offload_every=8),
-        RematPolicy(
-            remat="full", offload_activations="layer_inputs", offloads_during_attention=True
-        ),
-    ],
-    ids=["full", "every eighth", "during attention"],
-)
+POLICIES = [
+    RematPolicy(remat="full"),
+    RematPolicy(remat="full", offload_activations="layer_inputs", offload_every=8),
+    RematPolicy(remat="full", offload_activations="layer_inputs", offloads_during_attention=True),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "every eighth", "during attention"])
 def test_layers_of_several_kinds_run_in_their_order(policy):
     """Segments of one and of several layers, a kind in several places of a period and segment."""
     rng = np.random.default_rng(0)
@@ -190,4 +187,89 @@ def test_layers_of_several_kinds_run_in_their_order(policy):
     for a, b in zip(
         jax.tree.leaves((loss, (dx, dweights))), jax.tree.leaves(expected), strict=True
     ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+class StoringLayer(ToyLayer):
+    """Later layers mix its keys."""
+
+    def project(self, *inputs):
+        (q, k, v), carried = super().project(*inputs)
+        return (q, k, v), (*carried, k)
+
+    def finish(self, shards, x, mixed, carried, index, batch):
+        y, sums = super().finish(shards, x, mixed, carried, index, batch)
+        return y, sums | {layer_stack.STORED: {"keys": carried[1]}}
+
+
+class SharingLayer(ToyLayer):
+    """Mixes the keys of an earlier layer, and adds an array that all layers share."""
+
+    def project(self, *inputs):
+        (q, _, v), carried = super().project(*inputs)
+        return (q, v), carried
+
+    def share(self, shared, dtype):
+        return (shared["keys"],), (shared["all"],)
+
+    def mix(self, shards, inputs, index, batch):
+        q, v, k = inputs
+        return super().mix(shards, (q, k, v), index, batch)
+
+    def finish(self, shards, x, mixed, carried, index, batch):
+        y, sums = super().finish(shards, x, mixed, carried, index, batch)
+        return y + jnp.sin(carried[1]), sums
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "every eighth", "during attention"])
+def test_gradients_of_shared_arrays_are_summed_over_the_layers(policy):
+    source = LayerKind("attention", "experts")
+    kinds = [KIND, source, *4 * [OTHER]]
+    layers = {KIND: ToyLayer(), source: StoringLayer(), OTHER: SharingLayer()}
+    segments = [
+        LayerSegment(0, (KIND,), 1),
+        LayerSegment(1, (source,), 1),
+        LayerSegment(2, (OTHER, OTHER), 2),
+    ]
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / 3)
+    weights = {
+        kind: {
+            "pre_attention": {"w": normal(kinds.count(kind), 6, 6)},
+            "mix": {"w": normal(kinds.count(kind), 6)},
+            "post_attention": {"w": normal(kinds.count(kind), 6, 6)},
+        }
+        for kind in layers
+    }
+    x = normal(5, 6)
+    batch = normal(5, 6)
+    of_all = normal(5, 6)
+    indices = jnp.arange(len(kinds)) / 10
+
+    def run_plain(x, weights, of_all):
+        shared = {"all": of_all}
+        all_sums = []
+        for layer, kind in enumerate(kinds):
+            number = kinds[:layer].count(kind)
+            own = jax.tree.map(lambda w, i=number: w[i], weights[kind])
+            x, sums = layers[kind](x, (own, indices[layer]), batch=batch, shared=shared)
+            shared |= sums.pop(layer_stack.STORED, {})
+            all_sums.append(sums["squares"])
+        return make_loss(x, jnp.stack(all_sums))
+
+    def run(x, weights, of_all):
+        options = {"segments": segments, "policy": policy, "gather": UnshardedGather()}
+        shared = {"all": of_all}
+        x, sums = layer_stack.run_layers(
+            layers, x, weights, indices, batch, shared=shared, **options
+        )
+        return make_loss(x, sums["squares"])
+
+    inputs = (x, weights, of_all)
+    expected = jax.value_and_grad(run_plain, argnums=(0, 1, 2))(*inputs)
+    loss, (dx, dweights, dall) = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2)))(*inputs)
+    if policy.has_own_backward_pass:  # it adds to the holders, which are the weights
+        dweights = jax.tree.map(jnp.subtract, dweights, weights)
+    actual = (loss, (dx, dweights, dall))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

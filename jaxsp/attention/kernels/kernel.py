@@ -29,6 +29,8 @@ class ScoreConfig:
     """Number of tokens that a token sees, including itself; None: all before it."""
     softcap: float | None = None
     """A cap c turns a score into c * tanh(score / c), before the mask; None: no cap."""
+    heads: tuple[int, int] | None = None
+    """Number of K/V heads and size of a head; None: those of the model."""
 
     def find_scale(self, head_dim: int) -> float:
         """Returns the factor of the scores of heads of this size."""

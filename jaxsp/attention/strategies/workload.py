@@ -70,8 +70,9 @@ class LayerWorkload:
     has_windowed_kinds: bool = False
     """True if layers of any kind have a sliding window."""
     has_other_kinds: bool = False
-    """True if the model has layers of other kinds. Then XLA merges no collectives of the recomputed
-    forward pass with those of the backward pass, because each is in a branch of its own."""
+    """True if layers with the same heads are of other kinds. Then XLA merges no collectives of the
+    recomputed forward pass with those of the backward pass, because each is in a branch of its
+    own."""
 
     @property
     def itemsize(self) -> int:
@@ -125,6 +126,7 @@ def count_workloads(
     counts: collections.Counter[LayerWorkload] = collections.Counter()
     kinds = collections.Counter(drop_long_windows(model.layer_scores, row_tokens=rows.row_tokens))
     for score, num_layers in kinds.items():
+        num_kv_heads, head_dim = score.heads or (model.num_kv_heads, model.head_dim)
         workload = LayerWorkload(
             num_rows=rows.num_rows,
             # 0 would not reach the check that rows can be divided
@@ -132,15 +134,15 @@ def count_workloads(
             row_tokens=rows.row_tokens,
             max_segments=rows.max_segments,
             num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             dtype=rows.dtype,
             window=score.window,
             softcap=score.softcap,
             remat=remat,
             is_deterministic=rows.is_deterministic,
             has_windowed_kinds=any(kind.window is not None for kind in kinds),
-            has_other_kinds=len(kinds) > 1,
+            has_other_kinds=any(kind != score and kind.heads == score.heads for kind in kinds),
         )
         counts[workload] += num_layers
     return dict(counts)

@@ -197,7 +197,8 @@ def _render_completion(
             f"the completion cannot be located: {use} another template."
         )
     header = ""
-    if not template_text.visible_content(completion[0]).strip():
+    has_content = bool(template_text.visible_content(completion[0]).strip())
+    if not has_content or template_text.list_tool_calls(completion[0]):
         word = next(template_text.unused_words(text))
         spoken = {"role": completion[0]["role"], "content": word}
         header = render([*prompt, spoken])[0].partition(word)[0]

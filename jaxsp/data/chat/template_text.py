@@ -95,9 +95,9 @@ def _collect_strings(value: Any) -> list[str]:
 def find_end(text: str, message: dict[str, Any], start: int = 0) -> int | None:
     """Returns where a message ends in the text from `start` on; None if a part of it is missing.
 
-    A template may trim a message. It must write the content without thinking, then the tool calls:
-    of each, in any order, its name, its argument names, and the longest part of each string in the
-    arguments that no notation (JSON, Python, XML) escapes.
+    A template may trim a message. It must write the content without thinking, then the tool calls,
+    or these first (Gemma 4): of each, in any order, its name, its argument names, and the longest
+    part of each string in the arguments that no notation (JSON, Python, XML) escapes.
     """
     groups = [[visible_content(message)]]
     for call in list_tool_calls(message):
@@ -105,6 +105,13 @@ def find_end(text: str, message: dict[str, Any], start: int = 0) -> int | None:
         if isinstance(function, dict):
             texts = _collect_strings([function.get("name"), function.get("arguments")])
             groups.append([max(_UNESCAPED.findall(text), key=len, default="") for text in texts])
+    orders = (groups, groups[1:] + groups[:1])
+    ends = (_find_groups(text, order, start) for order in orders)
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _find_groups(text: str, groups: list[list[str]], start: int) -> int | None:
+    """Returns where the last of several groups of phrases ends, each after the one before it."""
     for group in groups:
         ends = [start]
         for phrase in filter(None, map(str.strip, group)):
@@ -191,7 +198,7 @@ def check_span(
     """Checks that a span is the text of consecutive messages, with nothing before, and an end
     token.
     Args: opening: generation prompt, and the text before content in place of the first message;
-        only for a message without content."""
+        only for a message without content, or with tool calls before it."""
     message = messages[indices[0]]
     span_text = text[slice(*span)]
     place = 0
@@ -206,7 +213,10 @@ def check_span(
     content = span_text
     # for the opening tag of thinking; a copy of all text before would take quadratic time
     before = text[max(span[0] - 1000, 0) : span[0]]
-    if not visible_content(message).strip():
+    has_content = bool(visible_content(message).strip())
+    if has_content and list_tool_calls(message):
+        has_content = starts_with_message(message, content, before=before)
+    if not has_content:
         # the text before a tool call is unknown; a message with a word has the same header
         prompt, header = opening
         word = next(unused_words(text))

@@ -92,6 +92,16 @@ TURNS = """{{- bos_token }}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif -%}"""
 """Template like Gemma's: another name for the assistant, alternating roles, no system message."""
 
+CHANNELS = """{{- bos_token }}
+{%- for message in messages -%}
+{{ '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor -%}
+{{ (message.content or '') | trim }}
+{{- '<turn|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|turn>model\\n<|channel>thought\\n<channel|>' }}{% endif -%}"""
+"""Template like Gemma 4's: a prompt ends with an empty channel, which messages do not have."""
+
 MARKERS = """{{- '[gMASK]<sop>' }}
 {%- for message in messages -%}
 {%- set role = 'observation' if message.role == 'tool' else message.role -%}
@@ -127,6 +137,7 @@ last message always has some."""
 SPECIAL = (
     "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
     "[INST] [/INST] [TOOL_CALLS] <start_of_turn> <end_of_turn> "
+    "<|turn> <turn|> <|channel> <channel|> "
     "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"
 ).split()
 

@@ -34,6 +34,10 @@ SHOWN = {
         chats.INST,
         lambda m: " " + (m["content"] or "") + chats.call_text(m, "[TOOL_CALLS]") + "</s>",
     ),
+    "channels": (
+        chats.CHANNELS,
+        lambda m: chats.call_text(m) + (m["content"] or "").strip() + "<turn|>\n",
+    ),
     "turns": (chats.TURNS, lambda m: m["content"].strip() + "<end_of_turn>\n"),
 }
 """Templates without marks, and the text of an assistant message in each."""
