@@ -442,7 +442,10 @@ def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
                 continue
             is_local = layer_type == SLIDING_ATTENTION
             beside = local if is_local else outside
-            found = find_group_problems(group, fields, support, beside)
+            size = fields.get("head_dim")
+            if layer_type == FULL_ATTENTION:  # Gemma 4
+                size = fields.get("global_head_dim", size)
+            found = find_group_problems(group, {**fields, "head_dim": size}, support, beside)
             problems += [f"{place}.{problem}" for problem in found]
             problems += [
                 f".{_LOCAL_THETA if is_local else name} = {format_value(value)}: must equal "
