@@ -170,6 +170,7 @@ class Trainer:
             self.spec, self.model.model_folder, self.model.adapter_folder
         )
         self._state: TrainState | None = None
+        self._num_steps = 0
         self._is_interrupted = False
         self._make_programs()
         self._step: Callable[[TrainState, Batch], tuple[TrainState, StepResults]] | None = None
@@ -458,18 +459,16 @@ class Trainer:
             return -TileTokens(logits_XV=logits_TV / temperature, labels_X=labels_T).logps_X
 
         if self._scorer is None:
-            self._scorer = self._evaluator.for_texts()
-            if self._scorer.spec.teacher is None:  # otherwise, it computes cross entropies
-                spec = dataclasses.replace(self._scorer.spec, loss=compute_losses)
-                self._scorer = Evaluator(spec, ())
+            spec = dataclasses.replace(self._evaluator.for_texts().spec, loss=compute_losses)
+            self._scorer = Evaluator(spec, ())
         documents = [*documents]
-        data = self._pack("documents", documents)
-        for number, length in enumerate(map(len, documents)):
+        for number, length in enumerate(map(np.size, documents)):
             if not 2 <= length <= self.spec.config.row_tokens:
                 raise UserError(
                     f"documents[{number}]: has {format_count(length, 'token')}, but must have at "
                     f"least 2 and at most data.row_tokens, {self.spec.config.row_tokens:,}."
                 )
+        data = self._pack("documents", documents)
         losses = self._scorer.compute_losses(data, self.state.master)
         return [np.append(0, -values[:-1]).astype(np.float32) for values in losses]
 
@@ -517,6 +516,13 @@ class Trainer:
         if self._step is None:
             selfcheck.check_device(self.spec)
             self._step = fit.compile_fitting_step(self.spec).executable
+        self._num_steps += 1
+        end = self.spec.num_steps
+        if self._num_steps == end + 1 and self.spec.config.optimizer.make_rate(end)(end) == 0:
+            distributed.log(
+                f"warning: run.steps = {end} steps are done, and the learning rate is now 0. Set "
+                "more run.steps, or optimizer.schedule=constant."
+            )
         self._state, metrics = self._step(self.state, batch)
         return metrics
 

@@ -2,7 +2,8 @@
 
 Names, defaults and formulas are those of TRL 1.16 (`GRPOTrainer`); configs/guide/policy.md has a
 table of them. Differs: counts are those of the whole step, on every mesh. TRL takes grpo, bnpo,
-dr_grpo, sapo and luspo over each microbatch of a device, and averages these.
+dr_grpo, sapo and luspo over each microbatch of a device, and averages these. A trajectory without
+a token that has a loss is left out, and does not count; TRL's means count it with a loss of 0.
 """
 
 import dataclasses
@@ -85,8 +86,9 @@ class Policy(TokenObjective):
     one advantage."""
     temperature: Annotated[PositiveFloat, with_examples(1.0)] = 1.0
     """Temperature at which trajectories were sampled: the logits are divided by it."""
-    max_completion_length: Annotated[PositiveCount, with_examples(512)] = 512
-    """Number that dr_grpo divides the losses of a trajectory by."""
+    max_completion_length: Annotated[PositiveCount | None, with_examples(4096)] = None
+    """Number that dr_grpo divides the losses of a trajectory by, which it needs: the longest answer
+    that was sampled. TRL's default is 512."""
     sapo_temperature_pos: Annotated[PositiveFloat, with_examples(1.0)] = 1.0
     """Temperature of sapo's gate for positive advantages."""
     sapo_temperature_neg: Annotated[PositiveFloat, with_examples(1.05)] = 1.05
@@ -110,10 +112,20 @@ class Policy(TokenObjective):
         if level not in (None, self.importance_sampling_level):
             name = "importance_sampling_level"
             yield f"{self.show(name)}: must be {level} with {own}. Set {HERE}.{name}={level}."
-        if self.loss_type == "cispo" and self.epsilon_high is None:
+        if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
             yield (
-                f"{self.show('epsilon_high')}: must be set with {own}, whose largest ratio it is. "
-                f"Set {HERE}.epsilon_high=5.0."
+                f"{self.show('epsilon_high')}: must be at least 1 with {own}, whose largest ratio "
+                f"it is. Set {HERE}.epsilon_high=5.0."
+            )
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
+            yield (
+                f"{HERE}.max_completion_length: missing with {own}. Set it to the longest answer "
+                f"that was sampled, for example {HERE}.max_completion_length=4096."
+            )
+        if self.delta is not None and self.delta <= self._bounds[1]:
+            yield (
+                f"{self.show('delta')}: must be more than the largest clipped ratio, "
+                f"{self._bounds[1]:g}. Use {HERE}.delta=4.0."
             )
         if not (self.beta or self.use_bias_correction_kl):
             yield (
@@ -174,16 +186,18 @@ class Policy(TokenObjective):
         if self.beta:
             kl_X = _estimate_kl(logps_X, numbers["ref_logps"])
             fixed_X = jax.lax.stop_gradient(ratios_X)
-            if self.use_bias_correction_kl:
-                kl_X = kl_X * (fixed_X if self._is_by_sequence else ratios_X)
             if self.use_bias_correction_kl and self._is_by_sequence:
-                # 0, with the derivative of the trajectory's mean KL times its ratio
-                kl_X += numbers[_KL] / numbers[LENGTH] * (ratios_X - fixed_X)
+                # The second term is 0, with the derivative of the trajectory's mean KL times its
+                # ratio
+                kl_X = kl_X * fixed_X + numbers[_KL] / numbers[LENGTH] * (ratios_X - fixed_X)
+            elif self.use_bias_correction_kl:
+                kl_X = kl_X * ratios_X
             losses_X = losses_X + self.beta * kl_X
             measured["reference_kl"] = kl_X
         if self._loss_type.is_mean:
             losses_X = losses_X / numbers[LENGTH]
         elif self.loss_type == "dr_grpo":
+            assert self.max_completion_length is not None, "checked with the config"
             losses_X = losses_X / self.max_completion_length
         return losses_X, jax.lax.stop_gradient(measured)
 

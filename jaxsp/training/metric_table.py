@@ -74,8 +74,9 @@ def _mean_metric(name: str, meaning: str) -> Metric:
 
 METRICS = {
     "loss": Metric(
-        "Mean loss over all loss tokens (not a mean of means over rows or devices); with an "
-        "objective of pairs, over all pairs. null if there are none or the loss is not "
+        "Sum of the losses of all tokens, divided by the loss tokens of the step (not a mean of "
+        "means over rows or devices); with an objective of pairs, the mean over all pairs; with "
+        "some of policy, divided by the trajectories. null if there are none or the loss is not "
         "finite.",
         lambda sums: divide(sums["loss_sum"], sums["loss_weight"]),
     ),

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import format_count
 from jaxsp.data.formats import plain
 from jaxsp.data.formats.plain import TokenIds
 from jaxsp.data.formats.records import TOKEN_NUMBERS, Record, parse_if_string
@@ -48,7 +49,8 @@ class Trajectories(TokenIds):
                 values = np.full(num_loss, values)
             if given is not None and values.shape not in ((num_loss,), has_loss.shape):
                 raise UserError(
-                    f"{own} has {values.size:,} numbers for {num_loss:,} tokens with a loss and "
+                    f"{own} has {format_count(values.size, 'number')} for {num_loss:,} tokens with "
+                    "a loss and "
                     f"{len(has_loss):,} tokens. Give one for each token with a loss, or for each "
                     "token."
                 )
@@ -56,6 +58,8 @@ class Trajectories(TokenIds):
                 values = values[has_loss]
             if given is not None and not (np.abs(values) <= np.finfo(np.float32).max).all():
                 raise UserError(f"{own} has numbers that are not finite in float32.")
+            if given is not None and name.endswith("_logps") and (values > 1e-3).any():
+                raise UserError(f"{own} has {values.max():g}: log-probabilities are at most 0.")
             columns[name] = np.zeros(len(has_loss), np.float32)
             columns[name][has_loss] = values
         return {name: values[kept] for name, values in columns.items()}
@@ -69,6 +73,6 @@ def _parse_numbers(value: Any, name: str) -> np.ndarray:
     except ValueError:  # lists of different lengths
         array = np.asarray("")
     if array.ndim > 1 or (array.size and array.dtype.kind not in "iuf"):
-        one = "a number or a list" if name == "advantages" else "a list"
-        raise UserError(f"{name} is not {one} of numbers.")
+        expected = "a number or a list" if name == "advantages" else "a list"
+        raise UserError(f"{name} is not {expected} of numbers.")
     return array.astype(np.float64)

@@ -405,7 +405,8 @@ class Documents:
         is_cut = row_tokens is not None and longest_stored > row_tokens
         is_cut = is_cut and self.long_documents != "split"
         if is_cut and any((chunk.labels.read_all() != NO_LABEL).any() for chunk in self._chunks):
-            split = "data.long_documents=split, or " if self.per_record == 1 else ""
+            can_split = self.per_record == 1 and not self.numbers
+            split = "data.long_documents=split, or " if can_split else ""
             raise UserError(
                 f"data.long_documents = {self.long_documents} leaves no token with a loss: "
                 f"rows have {row_tokens:,} tokens, and documents up to {longest_stored:,}. Use "
@@ -568,12 +569,12 @@ def _check_numbers(
         for name, stored in chunk.numbers.items():
             values = stored.read_all()[targets]
             wrong = document[~np.isfinite(values)]
-            problem = f"has no {name}, which the objective needs. Add them"
+            problem = f"has no {name}, which the objective needs. Add them, or leave it out."
             if name in equal_numbers and not len(wrong):
                 wrong = document[1:][(np.diff(values) != 0) & (np.diff(document) == 0)]
-                problem = f"has different {name} of its tokens, and the objective needs one for "
-                problem += "the trajectory. Use objective.importance_sampling_level=token"
+                problem = f"has different {name} of its tokens, and with ratios of trajectories "
+                problem += "(objective.importance_sampling_level) must have one. Give one number."
             if len(wrong):
                 place = dataset[begin + int(wrong[0])]["place"]
-                raise UserError(f"{place}: {problem}, or leave the record out.", is_named=True)
+                raise UserError(f"{place}: {problem}", is_named=True)
         begin += len(starts) - 1
