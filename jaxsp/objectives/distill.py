@@ -17,9 +17,17 @@ from typing import Annotated, Any, Literal, TypeGuard
 import pydantic
 
 from jaxsp.config import fields
-from jaxsp.config.fields import HERE, NonNegativeFloat, PositiveFloat, with_examples
+from jaxsp.config.fields import (
+    HERE,
+    NonNegativeFloat,
+    PositiveCount,
+    PositiveFloat,
+    with_examples,
+)
 from jaxsp.objectives.objective import Objective
 from jaxsp.objectives.token_objective import TileTokens, TokenObjective
+
+MAX_TOP_K = 256
 
 
 class Distill(TokenObjective):
@@ -36,13 +44,13 @@ class Distill(TokenObjective):
     predictions: Annotated[str | None, with_examples("predictions/qwen3-32b", min_length=1)] = None
     """Folder of the teacher's predictions for the data, which `jaxsp score` writes; training then
     reads them instead of running the teacher. null: the teacher runs in every step."""
-    top_k: Annotated[int, with_examples(64, ge=1, le=256)] = 64
-    """Number of the likeliest tokens whose probabilities are in
+    top_k: PositiveCount = 64
+    """At most 256: number of the likeliest tokens whose probabilities are in
     `predictions`. All others together
     are one class of the divergence."""
     teacher_quantization: Literal["none", "int8", "nf4"] = "none"
     """Format of the teacher's weights: as adapter.quantization."""
-    teacher_linear_dtype: Literal["float8"] | None = None
+    teacher_linear_dtype: Annotated[Literal["float8"] | None, with_examples("float8")] = None
     """float8: the teacher's matrices are multiplied in 8 bits: see model.linear_dtype."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """Divergence of a token's predictions. forward_kl: of the student's from the teacher's, KL of
@@ -63,6 +71,8 @@ class Distill(TokenObjective):
                 f"{self.show('beta')}: has no effect with {HERE}.divergence = {self.divergence}. "
                 f"Set {HERE}.divergence=jsd, or leave it out."
             )
+        if self.top_k > MAX_TOP_K:
+            yield f"{self.show('top_k')}: must be at most {MAX_TOP_K}. Use {MAX_TOP_K}."
         if self.teacher is None:
             for name in ("teacher_quantization", "teacher_linear_dtype", "predictions"):
                 if getattr(self, name) not in ("none", None):

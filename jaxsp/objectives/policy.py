@@ -122,11 +122,6 @@ class Policy(TokenObjective):
                 f"{HERE}.max_completion_length: missing with {own}. Set it to the longest answer "
                 f"that was sampled, for example {HERE}.max_completion_length=4096."
             )
-        if self.delta is not None and self.delta <= self._bounds[1]:
-            yield (
-                f"{self.show('delta')}: must be more than the largest clipped ratio, "
-                f"{self._bounds[1]:g}. Use {HERE}.delta=4.0."
-            )
         if not (self.beta or self.use_bias_correction_kl):
             yield (
                 f"{self.show('use_bias_correction_kl')}: has no effect with {HERE}.beta = 0. "

@@ -60,8 +60,8 @@ def test_other_names_are_mapped():
     ("change", "says"),
     [
         ({"loss_mask": None}, ["has no loss_mask"]),
-        ({"old_logps": [-1.0]}, ["old_logps has 1 numbers", "2 tokens with a loss"]),
-        ({"old_logps": -1.0}, ["old_logps has 1 numbers"]),
+        ({"old_logps": [-1.0]}, ["old_logps has 1 number", "2 tokens with a loss"]),
+        ({"old_logps": -1.0}, ["old_logps has 1 number"]),
         ({"advantages": [1, 2, 3]}, ["advantages has 3 numbers"]),
         ({"advantages": float("inf")}, ["advantages", "not finite"]),
         ({"old_logps": [-1.0, None]}, ["old_logps is not a list"]),
