@@ -189,12 +189,12 @@ def test_the_values_in_suggestions_are_valid(file):
         if group == "objective" and name != "type":
             form = OBJECTIVE.by_name()[OBJECTIVE.owners(name)[0]].format or "text"
             formats = [f"data.train.{number}.format={form}" for number in (0, 1)]
-            needed = {
-                "predictions": ["objective.teacher=x"],
-                "teacher_linear_dtype": ["objective.teacher=x"],
-                "max_completion_length": ["objective.loss_type=dr_grpo"],
-            }
-            other[key] = [*owner, *formats, *needed.get(name, [])]
+            needed = []
+            if OBJECTIVE.owners(name)[0] == "distill" and name != "teacher":
+                needed = ["objective.teacher=x"]
+            elif name == "max_completion_length":
+                needed = ["objective.loss_type=dr_grpo"]
+            other[key] = [*owner, *formats, *needed]
         if group == "adapter" and name != "type":
             other[key] = ["adapter.type=lora"]
         config_file.load(file, [example, *owner, *other.get(key, [])])
