@@ -94,8 +94,8 @@ TRL = 3e-5
 in the run, and weights, relative to their change.
 
 Measured: at most 5e-6 for metrics, 8e-6 for all weights together and 4e-5 for one of them on one
-EPYC processor, and 2e-5 for the gradient norm of orpo on another with wider vectors, where torch and
-XLA add in other orders. TRL_ROUNDING allows the rest.
+EPYC processor, and 2e-5 for the gradient norm of orpo on another with wider vectors, where torch
+and XLA add in other orders. TRL_ROUNDING allows the rest.
 """
 
 TRL_ROUNDING = 2**-24

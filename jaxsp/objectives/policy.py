@@ -61,7 +61,7 @@ _LOSS_TYPES = {
 
 
 class Policy(TokenObjective):
-    """Policy loss of given trajectories: GRPO, Dr. GRPO, DAPO, GSPO, CISPO, SAPO, LUSPO, VESPO."""
+    """Policy loss of given trajectories: GRPO and its variants, GSPO, CISPO, SAPO, LUSPO, VESPO."""
 
     type: Literal["policy"] = "policy"
     format: ClassVar[str | None] = "trajectories"

@@ -52,7 +52,8 @@ def attach(objective: Distill, data_sets: list[PackedDataset], *, model_ids: int
             meta = files.read_json(folder / _META)
             if meta is None or not (folder / _ARRAY).is_file():
                 raise UserError(
-                    f"has none for {data.name} by {objective.teacher} with temperature "
+                    f"has none for these documents of {data.name} in rows of "
+                    f"{data.stream.row_tokens:,} tokens by {objective.teacher} with temperature "
                     f"{objective.temperature:g} and top_k {objective.top_k}. Write them first: "
                     "jaxsp score CONFIG.yaml; or let the teacher run in each step: "
                     "objective.predictions=null."

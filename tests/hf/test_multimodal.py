@@ -323,5 +323,7 @@ def test_other_tensors_than_those_of_the_text_model_and_the_images_are_refused(t
         (tmp_path / "model.safetensors").write_bytes(before)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "llava"}))
-    with pytest.raises(UserError, match=r"gemma3, gemma4, .*mistral3, qwen3_5, qwen3_5_moe or muse_glimmer"):
+    with pytest.raises(
+        UserError, match=r"gemma3, gemma4, .*mistral3, qwen3_5, qwen3_5_moe or muse_glimmer"
+    ):
         multimodal.import_folder(tmp_path)

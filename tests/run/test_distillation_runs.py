@@ -110,7 +110,7 @@ def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
     words = ["objective.temperature=1.3", "objective.divergence=jsd"]
     stored = [f"objective.predictions={folder / 'predictions'}", "objective.top_k=256"]
     config = settings(folder, "stored", *words, *stored, sizes=(2, 4))
-    with pytest.raises(UserError, match=r"has none for train.*jaxsp score"):
+    with pytest.raises(UserError, match=r"has none for these documents of train.*jaxsp score"):
         run(config)
     console = rich.console.Console(quiet=True)
     compile_top_k = score_command.train_step.compile_top_k
@@ -134,7 +134,7 @@ def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
     for line, expected in zip(lines, run(settings(folder, "live", *words)), strict=True):
         for name in ("loss", "cross_entropy", "grad_norm", "teacher_agreement"):
             assert line[name] == pytest.approx(expected[name], rel=1e-5), name
-    with pytest.raises(UserError, match=r"has none for train .* temperature 1 "):
+    with pytest.raises(UserError, match=r"by .* with temperature 1 "):
         run(settings(folder, "other", "objective.divergence=jsd", *stored))
     content = bytearray(files[0].read_bytes())
     content[-500] ^= 4
