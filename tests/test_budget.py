@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 REPO = pathlib.Path(__file__).parent.parent
 
 LIMITS = {
-    "commands": 1737,
+    "commands": 1746,
     "attention": 5367,
     "blocks": 2780,
     "checkpoint": 1150,
@@ -30,7 +30,7 @@ LIMITS = {
     "system": 2089,
     "tasks": 603,
     "training": 2981,
-    "tests": 43611,
+    "tests": 43621,
     "scripts": 2927,
 }
 """Lines of each package of jaxsp (`commands` are the modules directly in jaxsp/), of the tests and

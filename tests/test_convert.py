@@ -191,3 +191,13 @@ def test_the_command_needs_files_that_can_be_read(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("base_model: a/b")
     convert.main([str(tmp_path / "a.yaml"), "--gpus", "2"])
     assert yaml_io.load(capsys.readouterr().out)["model"] == {"source": "a/b"}
+
+
+def test_a_teacher_makes_a_distillation_and_online_rl_is_refused(tmp_path):
+    file = tmp_path / "gkd.yaml"
+    file.write_text("teacher_model_name_or_path: big\nmodel_name_or_path: small\nmax_steps: 5\n")
+    text = convert.convert([file], num_gpus=1)
+    assert yaml_io.load(text)["objective"] == {"type": "distill", "teacher": "big"}
+    file.write_text("model_name_or_path: small\nnum_generations: 8\n")
+    with pytest.raises(UserError, match=r"num_generations = 8: .*policy\.md"):
+        convert.convert([file], num_gpus=1)
