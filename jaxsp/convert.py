@@ -174,8 +174,9 @@ def _make_fields(options: list[_Option]) -> tuple[dict[str, Any], set[str]]:
     left = sorted(options, key=lambda option: order.get(option.name, 1))
     words = [word for option in left for word in option.words]
     kinds = [yaml_io.load(word[15:]) for word in words if word.startswith("objective.type=")]
-    has_teacher = any(option.field == "objective.teacher" and option.value for option in options)
-    kind = kinds[0] if kinds else "distill" if has_teacher else "sft"
+    if any(option.field == "objective.teacher" and option.value for option in options):
+        kinds.append("distill")
+    kind = kinds[0] if kinds else "sft"
     for option in options:
         is_online = option.name.rpartition(".")[2] in ("num_generations", "reward_funcs")
         if is_online or option.value in ("grpo", "gspo", "gdpo", "ppo", "rloo"):
