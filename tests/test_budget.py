@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 REPO = pathlib.Path(__file__).parent.parent
 
 LIMITS = {
-    "commands": 1746,
+    "commands": 1747,
     "attention": 5367,
     "blocks": 2780,
     "checkpoint": 1150,
