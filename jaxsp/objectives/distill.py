@@ -71,6 +71,11 @@ class Distill(TokenObjective):
                 f"{self.show('beta')}: has no effect with {HERE}.divergence = {self.divergence}. "
                 f"Set {HERE}.divergence=jsd, or leave it out."
             )
+        if self.predictions is None and self.top_k != 64:
+            yield (
+                f"{self.show('top_k')}: has no effect without {HERE}.predictions: the whole "
+                f"vocabulary is used. Set {HERE}.predictions, or {HERE}.top_k=64."
+            )
         if self.top_k > MAX_TOP_K:
             yield f"{self.show('top_k')}: must be at most {MAX_TOP_K}. Use {MAX_TOP_K}."
         if self.teacher is None:

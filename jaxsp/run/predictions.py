@@ -56,7 +56,7 @@ def attach(objective: Distill, data_sets: list[PackedDataset], *, model_ids: int
                     f"{data.stream.row_tokens:,} tokens by {objective.teacher} with temperature "
                     f"{objective.temperature:g} and top_k {objective.top_k}. Write them first: "
                     "jaxsp score CONFIG.yaml; or let the teacher run in each step: "
-                    "objective.predictions=null."
+                    "objective.predictions=null objective.top_k=64."
                 )
             if not (folder / _CHECKSUMS).is_file():
                 raise UserError(

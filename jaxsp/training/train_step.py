@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -112,11 +113,7 @@ def compile_token_losses(spec: StepSpec) -> jax.stages.Compiled:
 
     Raises: as `compile`.
     """
-    state, batch = train_state.abstract_inputs(spec)
-    replicated = NamedSharding(spec.mesh, PartitionSpec())
-    compute_losses = functools.partial(step_gradients.compute_token_losses, spec)
-    lowered = jax.jit(compute_losses, out_shardings=replicated).lower(state.master, batch)
-    return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
+    return _compile_forward(spec, functools.partial(step_gradients.compute_token_losses, spec))
 
 
 def compile_top_k(spec: StepSpec, **options: Any) -> jax.stages.Compiled:
@@ -124,8 +121,13 @@ def compile_top_k(spec: StepSpec, **options: Any) -> jax.stages.Compiled:
 
     Raises: as `compile`.
     """
-    state, batch = train_state.abstract_inputs(spec)
     compute = functools.partial(step_gradients.compute_top_k, spec, **options)
+    return _compile_forward(spec, compute)
+
+
+def _compile_forward(spec: StepSpec, compute: Callable[..., Any]) -> jax.stages.Compiled:
+    """Compiles a function of weights and a batch, whose results all devices get."""
+    state, batch = train_state.abstract_inputs(spec)
     replicated = NamedSharding(spec.mesh, PartitionSpec())
     lowered = jax.jit(compute, out_shardings=replicated).lower(state.master, batch)
     return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))

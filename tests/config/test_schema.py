@@ -192,6 +192,7 @@ def test_the_values_in_suggestions_are_valid(file):
             needed = []
             if OBJECTIVE.owners(name)[0] == "distill" and name != "teacher":
                 needed = ["objective.teacher=x"]
+                needed += ["objective.predictions=y"] if name == "top_k" else []
             elif name == "max_completion_length":
                 needed = ["objective.loss_type=dr_grpo"]
             other[key] = [*owner, *formats, *needed]
