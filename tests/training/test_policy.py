@@ -129,7 +129,7 @@ RING_2 = combine(2, Ring(degree=2, chunks_per_device=2))
 RING_3 = combine(1, Ring(degree=3, chunks_per_device=2))
 
 MESHES = {
-    "one device": Case((1, 1, 1), "dr_grpo", {}),
+    "one device": Case((1, 1, 1), "dr_grpo", {"max_completion_length": 40}),
     "1x8": Case((1, 1, 8), "dapo", {"beta": 0.1, "temperature": 0.7}, 4),
     "2x4": Case((1, 2, 4), "grpo", SEQUENCE | {"beta": 0.2, "temperature": 0.8}, 2),
     "8x1": Case((1, 8, 1), "sapo", {"beta": 0.1}),
