@@ -24,9 +24,8 @@ LAYERS = (
     "hf sharding",
     "optimizers",
     "training",
-    "planning",
-    "generation",
-    "checkpoint evaluation",
+    "checkpoint generation planning",
+    "evaluation",
     "run",
     "commands",
 )

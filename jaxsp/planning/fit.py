@@ -19,9 +19,9 @@ from jaxsp.attention.selection import AttentionChoice
 from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
 from jaxsp.planning import candidates, estimate, limits, memory_problems
-from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload
-from jaxsp.system import distributed
+from jaxsp.system import device_memory, distributed
+from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training import train_step
 from jaxsp.training.specs import StepSpec
 
@@ -221,7 +221,7 @@ def compile_fitting_step(
         sizes = gathered.reshape(-1, len(use), 2) @ [units.MIB, 1]
         return MemoryUse(*map(int, sizes.max(0)))
 
-    memory = limits.find_limits(spec.mesh.devices.flat)
+    memory = device_memory.find_limits(spec.mesh.devices.flat)
     usable = limits.subtract_reserves(spec, memory)
     step = fit(spec, limit=usable, compile_step=compile_and_print, measure=measure)
     check_offloads(step.spec, step.memory_use)
