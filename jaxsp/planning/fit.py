@@ -86,7 +86,6 @@ def fit(
         measure: memory of what `compile_step` returned; must be equal in all processes, so that all
             choose the same candidate.
     """
-    is_known = math.isfinite(limit.device)
     scale = 1.0
     too_large = math.inf
     reason = ""
@@ -103,7 +102,9 @@ def fit(
             full_remat_reason="" if candidate.remat_policy.is_attention_saved else reason,
         )
 
-    *others, last = candidates.list_candidates(spec, is_memory_known=is_known)
+    if math.isinf(limit.device):
+        return compile_candidate(next(candidates.list_candidates(spec, is_memory_known=False)))
+    *others, last = candidates.list_candidates(spec)
     for candidate in (*others, last):
         formula = estimate.predict_bytes(candidate)
         predicted = scale * formula
@@ -124,7 +125,7 @@ def fit(
             reason = f"keeping attention's output needs {step.shortage}"
         scale *= max(1.0, step.memory_use.device_total / predicted)
         too_large = formula
-    if not (is_known and candidates.can_keep_more(spec, step.spec)):
+    if not candidates.can_keep_more(spec, step.spec):
         return step
 
     # Keep the MLP's products in as many layers as fit, or almost as many

@@ -41,12 +41,13 @@ def subtract_reserves(spec: StepSpec, limits: MemoryLimit) -> MemoryLimit:
     Args: limits: JAX's fraction of a device (`hardware.gpu_memory_fraction`), and a device's
         part of its node's memory.
     """
-    device = limits.device
-    if math.isfinite(device):
-        fraction = hardware.gpu_memory_fraction(os.environ)
-        # In a run, `raise_limits` has already reduced JAX's fraction; in a plan, nothing has
-        reduced = hardware.choose_fraction(device / fraction, outside_bytes(spec))
-        device *= min(1, reduced / fraction) * (1 - FRAGMENTATION_FRACTION)
+    if math.isinf(limits.device):  # CPUs
+        return limits
+    fraction = hardware.gpu_memory_fraction(os.environ)
+    memory = limits.device / fraction
+    # In a run, `raise_limits` has already reduced JAX's fraction; in a plan, nothing has
+    fraction = min(fraction, hardware.choose_fraction(memory, outside_bytes(spec)))
+    device = memory * fraction * (1 - FRAGMENTATION_FRACTION)
     return MemoryLimit(device, limits.host - estimate.checkpoint_bytes(spec), limits.pool)
 
 
