@@ -20,15 +20,7 @@ from jaxsp.model import decoder
 from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import candidates, memory_problems
-from jaxsp.run import (
-    data_sets,
-    initial_weights,
-    model_files,
-    predictions,
-    resume,
-    selfcheck,
-    stop_tokens,
-)
+from jaxsp.run import data_sets, model_files, predictions, resume, selfcheck, stop_tokens
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel, Run, StartPoint
 from jaxsp.system import device_mesh
@@ -101,7 +93,7 @@ def build_training(
         **values,
         schedule=schedule,
         start=start,
-        weights=initial_weights.open_sources(
+        weights=model_files.open_weights(
             spec,
             prepared.model_folder if needs_model else None,
             prepared.adapter_folder if checkpoint is None else None,

@@ -17,7 +17,7 @@ from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import folder
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.run.config_file import Config
-from jaxsp.run.initial_weights import InitialWeights
+from jaxsp.run.model_files import InitialWeights
 from jaxsp.run.references import Reference
 from jaxsp.run.stop_tokens import StopTokens
 from jaxsp.training.specs import StepSpec

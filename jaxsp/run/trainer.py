@@ -18,7 +18,7 @@ from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core.errors import NeedsAttentionError
-from jaxsp.evaluation import task_plots
+from jaxsp.evaluation import retrieval
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
@@ -338,7 +338,7 @@ class Loop:
                     print_line(f"{text} {line['answer'][:80]!r}")
         if jax.process_index() == 0:
             try:
-                task_plots.draw_if_possible(self._run.directory, lines)
+                retrieval.draw_if_possible(self._run.directory, lines)
             except OSError as error:
                 reason = error.strerror
                 distributed.log(f"needle.png: could not be written: {reason}. The run continues")
