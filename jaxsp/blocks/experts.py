@@ -190,7 +190,7 @@ class Experts(FeedForward):
     @staticmethod
     def cost(config: ModelConfig) -> FeedForwardCost:
         """Gradients of all places, and of slots in the order of tokens; statistics of
-        `experts.balance.measure`."""
+        `experts.routing.measure`."""
         sizes = _sizes(config)
         D = config.hidden_size
         F = sizes.size
