@@ -58,7 +58,7 @@ def read_rows(record_format="text"):
         rows = []
         for number, length in enumerate(train.documents.lengths.tolist()):
             part = train.documents.read_slice(row_of((number, 0, length)), 0, length)
-            rows.append((part.tokens.tolist(), part.labels.tolist()))
+            rows.append((part["tokens"].tolist(), part["labels"].tolist()))
         return rows
     except DamagedCacheError:
         return read_rows(record_format)  # the same command again
@@ -101,7 +101,7 @@ def read_damaged(path, place):
     flip(path, place)
     dataset, stats = token_cache.open_file(path)
     documents = Documents([dataset], stats=[stats])
-    assert documents.read_slice(row_of((0, 0, 9)), 0, 9).tokens.tolist()  # another block
+    assert documents.read_slice(row_of((0, 0, 9)), 0, 9)["tokens"].tolist()  # another block
     documents.read_slice(row_of((7, 0, 9)), 0, 9)
 
 
@@ -151,7 +151,7 @@ def test_an_id_that_no_document_has_is_not_learned():
     stats = token_cache.compute_stats(dataset)
     documents = Documents([dataset], stats=[stats])
     row = row_of((0, 0, 3))
-    assert documents.read_slice(row, 0, 3).tokens.tolist() == [1, 7, 3]
+    assert documents.read_slice(row, 0, 3)["tokens"].tolist() == [1, 7, 3]
     documents._max_id = 6  # as if memory had changed after the checksums were compared
     with pytest.raises(NeedsAttentionError, match="7"):
         documents.read_slice(row, 0, 3)

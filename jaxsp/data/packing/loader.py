@@ -167,11 +167,9 @@ class BatchLoader:
         def read_slice(place: int, begin: int, end: int) -> dict[str, Any]:
             spans = placement.layout.spans(begin, end, row_tokens=self._row_tokens)
             parts = [documents.read_slice(rows.row(place), *span) for span in spans]
-            slices = [vars(part) | part.numbers for part in parts]
-            if len(slices) == 1:
-                return slices[0]
-            names = [name for name, x in slices[0].items() if isinstance(x, np.ndarray)]
-            return {name: np.concatenate([part[name] for part in slices]) for name in names}
+            if len(parts) == 1:
+                return parts[0]
+            return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
         def read_slots(place: int, begin: int, end: int) -> dict[str, Any]:
             row_numbers = numbers[slice(*rows.row_starts[place : place + 2])]

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -116,21 +116,6 @@ class SourceCounts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowSlice:
-    """A range of a row's tokens. Shapes: [tokens of the range], int32."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
-    weights: np.ndarray | None = None
-    """Weight of each label's loss, float32; None if the documents have no weights."""
-    numbers: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Other numbers of each label, float32 by name; 0 without a label."""
-    predictions: np.ndarray | None = None
-    """A teacher's predictions after each token, [tokens, 2 k + 1]; None if they are not stored."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredPredictions:
     """A teacher's predictions after each token of all documents: see `run.predictions`."""
 
@@ -148,16 +133,9 @@ class StoredPredictions:
         return values.reshape(-1, width)
 
 
-class _Chunk(NamedTuple):
-    """Tokens that are stored together."""
-
-    tokens: CheckedIds
-    labels: CheckedIds
-    """Targets of the tokens before: the tokens themselves unless the records have labels."""
-    weights: np.ndarray | None
-    """Weight of the loss of predicting each token."""
-    numbers: dict[str, CheckedIds]
-    """Other numbers of each token that is predicted, by name."""
+_Chunk = dict[str, CheckedIds]
+"""Tokens that are stored together; the labels, which are targets of the tokens before; and of each
+label its weight, if the documents have weights, and other numbers by their names."""
 
 
 def _read_chunks(
@@ -165,18 +143,14 @@ def _read_chunks(
 ) -> tuple[list[_Chunk], list[np.ndarray]]:
     """Returns the chunks of a dataset, and the borders of the documents in each.
     Args: stats: checksums of the ids, if known. numbers: columns of numbers to read."""
-    columns: dict[str, list[Any]] = {}
+    columns: dict[str, list[CheckedIds]] = {}
     borders: list[np.ndarray] = []
-    for name in (*numbers, "weights", "labels", "tokens"):
-        if name not in dataset.column_names:
-            continue
+    for name in {*numbers, "weights", "labels", "tokens"} & {*dataset.column_names}:
         lists = [*cache.read_lists(dataset, name)]
         borders = [offsets for offsets, _ in lists]  # the same for all columns
-        columns[name] = [values for _, values in lists]
-        if name != "weights" and stats is not None:
-            columns[name] = stats.check_blocks(name, columns[name])
-        elif name != "weights":
-            columns[name] = [*map(CheckedIds, columns[name])]
+        values = [values for _, values in lists]
+        columns[name] = stats.check_blocks(name, values) if stats else [*map(CheckedIds, values)]
+    columns.setdefault("labels", columns["tokens"])
     if count_documents_per_record(dataset) == 2:
         ends = np.cumsum([len(offsets) - 1 for offsets in borders])
         first_tokens = np.split(dataset.data.column(FIRST_TOKENS).to_numpy(), ends[:-1])
@@ -184,10 +158,9 @@ def _read_chunks(
             np.append(np.stack([offsets[:-1], offsets[:-1] + first], axis=1), offsets[-1])
             for offsets, first in zip(borders, first_tokens, strict=True)
         ]
-    tokens = columns["tokens"]
-    weights = columns.get("weights", [None] * len(tokens))
-    parts = [{name: columns[name][chunk] for name in numbers} for chunk in range(len(tokens))]
-    return [*map(_Chunk, tokens, columns.get("labels", tokens), weights, parts)], borders
+    return [
+        dict(zip(columns, parts, strict=True)) for parts in zip(*columns.values(), strict=True)
+    ], borders
 
 
 def _count_loss_tokens(
@@ -201,8 +174,8 @@ def _count_loss_tokens(
     begin = 0
     for chunk, starts in zip(chunks, borders, strict=True):
         end = begin + len(starts) - 1
-        if chunk.labels is not chunk.tokens:
-            is_target = chunk.labels.read_all() != NO_LABEL
+        if chunk["labels"] is not chunk["tokens"]:
+            is_target = chunk["labels"].read_all() != NO_LABEL
             num_before = np.append(np.int32(0), np.cumsum(is_target, dtype=np.int32))
             part = slice(*np.searchsorted(segments.document, [begin, end]))
             target = starts[segments.document[part] - begin] + 1
@@ -363,7 +336,7 @@ class Documents:
         jaxsp then computes it before it trains."""
         self.has_given_references = self.references is not None
         """True if the records have the log-probabilities of the reference model."""
-        self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
+        self.has_weights = any("weights" in chunk for chunk in self._chunks)
         self.predictions: StoredPredictions | None = None
         """A teacher's stored predictions."""
         self._check_documents(row_tokens, longest_stored)
@@ -404,7 +377,7 @@ class Documents:
             return
         is_cut = row_tokens is not None and longest_stored > row_tokens
         is_cut = is_cut and self.long_documents != "split"
-        if is_cut and any((chunk.labels.read_all() != NO_LABEL).any() for chunk in self._chunks):
+        if is_cut and any((chunk["labels"].read_all() != NO_LABEL).any() for chunk in self._chunks):
             can_split = self.per_record == 1 and not self.numbers
             split = "data.long_documents=split, or " if can_split else ""
             raise UserError(
@@ -437,20 +410,21 @@ class Documents:
         source = self.sources[number].name
         return {"source": source, "record_index": record, "location": dataset[record]["place"]}
 
-    def read_slice(self, row: Segments, begin: int, end: int) -> RowSlice:
-        """Returns the tokens `begin` to `end` of a row. Labels and positions are those of the whole
-        document: a token before a cut has its label, and positions continue after the cut. After
-        the last segment is padding: token 0, label -100, position 0."""
-        part = RowSlice(
-            tokens=np.zeros(end - begin, np.int32),
-            labels=np.full(end - begin, NO_LABEL, np.int32),
-            positions=np.zeros(end - begin, np.int32),
-            weights=np.zeros(end - begin, np.float32) if self.has_weights else None,
-            numbers={name: np.zeros(end - begin, np.float32) for name in self.numbers},
-            predictions=None
-            if self.predictions is None
-            else np.zeros((end - begin, 2 * self.predictions.top_k + 1), np.int32),
-        )
+    def read_slice(self, row: Segments, begin: int, end: int) -> dict[str, np.ndarray]:
+        """Returns tokens, labels and positions of the tokens `begin` to `end` of a row, int32.
+
+        They are those of the whole document: a token before a cut has its label, and positions
+        continue after the cut. After the last segment is padding: token 0, label -100, position 0.
+        Also `weights` and the `numbers` of the labels, float32, and a teacher's `predictions` after
+        each token, [tokens, 2 k + 1], if the documents have them.
+        """
+        size = end - begin
+        part = {name: np.zeros(size, np.int32) for name in ("tokens", "labels", "positions")}
+        part["labels"][:] = NO_LABEL
+        numbers = [*self.numbers, *(["weights"] if self.has_weights else [])]
+        part |= {name: np.zeros(size, np.float32) for name in numbers}
+        if self.predictions is not None:
+            part["predictions"] = np.zeros((size, 2 * self.predictions.top_k + 1), np.int32)
         starts = row.starts
         ends = starts + row.length
         touched = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, end))
@@ -460,8 +434,9 @@ class Documents:
         document = row.document[touched]
         first_token = row.offset[touched] + left - starts[touched]
         num_filled = right.max(initial=begin) - begin
-        part.positions[:num_filled] = np.repeat((first_token - left).astype(np.int32), num_tokens)
-        part.positions[:num_filled] += np.arange(begin, begin + num_filled, dtype=np.int32)
+        positions = part["positions"][:num_filled]
+        positions[:] = np.repeat((first_token - left).astype(np.int32), num_tokens)
+        positions += np.arange(begin, begin + num_filled, dtype=np.int32)
         # a document's last token has no label
         num_labels = np.minimum(self.lengths[document] - 1 - first_token, num_tokens)
         # Arithmetic is vectorized over the segments: a row of 468 takes 2 ms instead of 3.3 (2
@@ -476,26 +451,22 @@ class Documents:
         )
         for chunk_number, start, at, count, label_count in segments:
             chunk = self._chunks[chunk_number]
-            part.tokens[at : at + count] = chunk.tokens.read(start, start + count)
+            part["tokens"][at : at + count] = chunk["tokens"].read(start, start + count)
             first = start + 1
-            end = first + label_count
-            part.labels[at : at + label_count] = chunk.labels.read(first, end)
-            if part.weights is not None and chunk.weights is not None:
-                part.weights[at : at + label_count] = chunk.weights[first:end]
-            for name, values in part.numbers.items():
-                values[at : at + label_count] = chunk.numbers[name].read(first, end)
-        if self.predictions is not None and part.predictions is not None:
+            for name in ("labels", *numbers):
+                part[name][at : at + label_count] = chunk[name].read(first, first + label_count)
+        if self.predictions is not None:
             spans = zip(document, first_token, left - begin, num_tokens, strict=True)
             for number, start, at, count in spans:
-                part.predictions[at : at + count] = self.predictions.read(
+                part["predictions"][at : at + count] = self.predictions.read(
                     number, start, start + count
                 )
         if self._has_scores:
-            part.labels[:] = NO_LABEL
+            part["labels"][:] = NO_LABEL
             last = left - begin + self.lengths[document] - 1 - first_token
-            part.labels[last[last < left - begin + num_tokens]] = 0
+            part["labels"][last[last < left - begin + num_tokens]] = 0
         # Training on an id out of range corrupts weights. The check takes 1 % of the time.
-        for ids, lowest in ((part.tokens, 0), (part.labels, NO_LABEL)):
+        for ids, lowest in ((part["tokens"], 0), (part["labels"], NO_LABEL)):
             if len(ids) and not lowest <= ids.min() <= ids.max() <= self._max_id:
                 raise NeedsAttentionError(
                     f"data: a row has ids from {ids.min()} to {ids.max()}, but the highest id in "
@@ -564,10 +535,10 @@ def _check_numbers(
     `equal_numbers`."""
     begin = 0
     for chunk, starts in zip(chunks, borders, strict=True):
-        targets = np.flatnonzero(chunk.labels.read_all() != NO_LABEL)
+        targets = np.flatnonzero(chunk["labels"].read_all() != NO_LABEL)
         document = np.searchsorted(starts, targets, side="right") - 1
-        for name, stored in chunk.numbers.items():
-            values = stored.read_all()[targets]
+        for name in chunk.keys() - {"tokens", "labels", "weights"}:
+            values = chunk[name].read_all()[targets]
             wrong = document[~np.isfinite(values)]
             problem = f"has no {name}, which the objective needs. Add them, or leave it out."
             if name in equal_numbers and not len(wrong):
