@@ -316,12 +316,15 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
             raise UserError([*_list_first(bad), summary])
         yield entry
     if not is_usable:
-        if len(bad) == num_records:
-            check_bad_records(len(bad), num_records, bad, data=origin.data)
-        problem = f"no record contains {errors.format_choices(source.required)}"
-        if bad:
-            problem = f"{len(bad)} of {num_records:,} records cannot be used, the others are empty"
-        raise UserError([*_list_first(bad), f"{problem}. Give at least one."])
+        if not bad:
+            needed = errors.format_choices(source.required)
+            raise UserError(f"no record contains {needed}. Give at least one.")
+        others = ", and the others are empty" if len(bad) < num_records else ""
+        summary = (
+            f"{len(bad):,} of {num_records:,} records cannot be used{others}. Correct format or "
+            "fields, or correct the records."
+        )
+        raise UserError([*_list_first(bad), summary])
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
