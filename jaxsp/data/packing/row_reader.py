@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pyarrow.compute as pc
 
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
@@ -45,15 +46,13 @@ def select_records(
     Raises: UserError if every document would be held out.
     """
     draws = []
-    lengths = []
+    lengths = [pc.list_value_length(each.data.column("tokens")).to_numpy() for each in tokenized]
     for dataset, name in zip(tokenized, source_names, strict=True):
         # Philox is a counter-based generator: its n-th number is a hash of key and counter. NumPy
         # guarantees its stream (NEP 19), unlike those of the distributions.
         key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]
         raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(len(dataset))
         draws.append((raw >> np.uint64(11)) * 2.0**-53)
-        lists = cache.read_lists(dataset, "tokens")
-        lengths.append(np.concatenate([np.diff(offsets) for offsets, _ in lists]))
     # a document of one token has no loss
     usable = np.sort(np.concatenate(draws)[np.concatenate(lengths) > 1])
     num_held_out = max(1, math.ceil(round(fraction * len(usable), 9)))
@@ -269,40 +268,38 @@ class Documents:
             is_dropped = is_in_split & (used == 0) & (stored > 0)
             is_held_out = ~is_in_split & (not use_held_out)
             # a bad record has no tokens, and records without tokens are never held out
-            num_empty = np.sum(is_in_split & (stored == 0)) // self.per_record
+            num_empty = int(np.sum(is_in_split & (stored == 0))) // self.per_record
             num_skipped = 0
             skipped: list[dict[str, Any]] = []
             if num_empty and "problem" in dataset.column_names:
                 num_skipped, skipped = cache.find_bad_records(dataset, max_examples=3)
-            num_bare_answers = 0
+            bare_answers = np.zeros(1, np.int32)
             if BARE_ANSWERS in dataset.column_names:
                 bare_answers = dataset.data.column(BARE_ANSWERS).to_numpy()
-                num_bare_answers = bare_answers[is_kept[:: self.per_record]].sum()
-            counts = {
-                "num_documents": is_kept.sum(),
-                "num_tokens": segments.length[has_loss].sum(),
-                "num_loss_tokens": num_loss.sum(),
-                "num_skipped": num_skipped,
-                "num_empty": num_empty - num_skipped,
-                "num_split": np.sum(np.bincount(segments.document) > 1),
-                "num_truncated": is_truncated.sum(),
-                "num_tokens_truncated": (stored - used)[is_truncated].sum(),
-                "num_dropped": is_dropped.sum(),
-                "num_tokens_dropped": stored[is_dropped].sum(),
-                "num_without_loss": np.sum((used > 0) & ~is_kept),
-                "num_segments_without_loss": np.sum(~has_loss & is_kept[segments.document]),
-                "num_tokens_without_loss": segments.length[~has_loss].sum(),
-                "num_bare_answers": num_bare_answers,
-                "num_held_out": is_held_out.sum(),
-                "num_tokens_held_out": stored[is_held_out].sum(),
-            }
+
+            def count(mask: np.ndarray, numbers: np.ndarray | int = 1) -> int:
+                return int(np.sum(mask * numbers))
+
             self.sources.append(
                 SourceCounts(
                     name=source_names[number] if source_names else str(number),
-                    skipped_examples=tuple(
-                        f"{each['place']}: {each['problem']}" for each in skipped
-                    ),
-                    **{name: int(count) for name, count in counts.items()},
+                    num_documents=count(is_kept),
+                    num_tokens=count(has_loss, segments.length),
+                    num_loss_tokens=count(num_loss),
+                    num_skipped=num_skipped,
+                    skipped_examples=tuple(f"{x['place']}: {x['problem']}" for x in skipped),
+                    num_empty=num_empty - num_skipped,
+                    num_split=count(np.bincount(segments.document) > 1),
+                    num_truncated=count(is_truncated),
+                    num_tokens_truncated=count(is_truncated, stored - used),
+                    num_dropped=count(is_dropped),
+                    num_tokens_dropped=count(is_dropped, stored),
+                    num_without_loss=count((used > 0) & ~is_kept),
+                    num_segments_without_loss=count(~has_loss & is_kept[segments.document]),
+                    num_tokens_without_loss=count(~has_loss, segments.length),
+                    num_bare_answers=count(is_kept[:: self.per_record], bare_answers),
+                    num_held_out=count(is_held_out),
+                    num_tokens_held_out=count(is_held_out, stored),
                 )
             )
             segments = segments.select(has_loss)
@@ -313,12 +310,7 @@ class Documents:
             used_tokens.append(used)
             kept.append(is_kept)
             longest_stored = max(longest_stored, int(stored.max(initial=0)))
-        self.segments = Segments(
-            **{
-                name: np.concatenate([getattr(part, name) for part in kept_segments])
-                for name in ("document", "offset", "length")
-            }
-        )
+        self.segments = packing.concatenate(kept_segments)
         """Segments of the documents, which are numbered from 0."""
         is_kept = np.concatenate(kept)
         self.lengths = np.concatenate(used_tokens)[is_kept].astype(np.int64)
@@ -376,8 +368,11 @@ class Documents:
         if self.num_loss_tokens > 0:
             return
         is_cut = row_tokens is not None and longest_stored > row_tokens
-        is_cut = is_cut and self.long_documents != "split"
-        if is_cut and any((chunk["labels"].read_all() != NO_LABEL).any() for chunk in self._chunks):
+        if (
+            is_cut
+            and self.long_documents != "split"
+            and any((chunk["labels"].read_all() != NO_LABEL).any() for chunk in self._chunks)
+        ):
             can_split = self.per_record == 1 and not self.numbers
             split = "data.long_documents=split, or " if can_split else ""
             raise UserError(
