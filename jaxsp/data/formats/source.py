@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Sized
 from typing import Annotated, Any, ClassVar
 
 import pydantic
@@ -115,9 +115,9 @@ class Source(ConfigSection, abc.ABC):
     input_field: ClassVar[str | None] = None
     """Field to which text of other fields can be joined."""
     column: ClassVar[str]
-    """Stored column with the record's content."""
+    """Entry with the record's content."""
     values: ClassVar[Mapping[str, Any]] = {}
-    """Stored columns with one value for each record, with the value of a bad record."""
+    """Columns with one value for each record, with the value of a bad record."""
     numbers: ClassVar[tuple[str, ...]] = ()
     """Stored columns with a number for each token, float32."""
     bytes_per_worker: ClassVar[int] = 2**25
@@ -190,10 +190,9 @@ class Source(ConfigSection, abc.ABC):
         others = [name for name in names if name not in self.ignore_fields]
         return [name for name in others if name in known or not records.is_metadata(name)]
 
-    def stored_columns(self, first_records: Iterable[Record]) -> Record:
-        """Returns the columns to store of the records, with the values of a bad one. The content
-        comes first."""
-        return {self.column: "", **self.values}
+    def has_labels(self, first: Record) -> bool:
+        """Returns True if all records of token ids must have labels. Args: first: first record."""
+        return False
 
     def convert(self, record: Any, *, has_labels: bool = False) -> Record:
         """Returns the columns to store of a record.

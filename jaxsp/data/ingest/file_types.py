@@ -191,20 +191,17 @@ def read_batches(
     for batch in batches:
         batch.validate()
         batch = batch.select(selected)
-        for column in batch.columns:
-            # a damaged offset would be read from outside of its memory
-            try:
-                column.validate(full=True)
-            except pa.ArrowInvalid as error:
-                if "UTF8" not in str(error):  # that is a problem of its row
-                    raise
+        batch.validate(full=True)  # a damaged offset would be read from outside of its memory
         num_rows = rows_per_batch(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, num_rows):
             part = batch.slice(start, num_rows)
-            rows = _to_python(part) if selected else [(dict.fromkeys(names, ""), None)] * len(part)
-            for row, problem in rows:
+            rows = [dict.fromkeys(names, "")] * len(part)
+            if selected:
+                columns = zip(*map(_column_to_python, part.columns), strict=True)
+                rows = [dict(zip(selected, row, strict=True)) for row in columns]
+            for row in rows:
                 number += 1
-                yield f"row {number}", row, problem
+                yield f"row {number}", row, None
 
 
 def _read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
@@ -240,19 +237,6 @@ def _read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
             raise ValueError("the stream has no end")
         if end < source.size():
             raise ValueError("another stream follows")
-
-
-def _to_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str | None]]:
-    """Returns the rows of a small batch, each with its problem if it cannot be read."""
-    try:
-        values = [_column_to_python(column) for column in batch.columns]
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            return [(None, f"is not UTF-8 text ({error}).")]
-        return [row for index in range(batch.num_rows) for row in _to_python(batch.slice(index, 1))]
-    return [
-        (dict(zip(batch.schema.names, row, strict=True)), None) for row in zip(*values, strict=True)
-    ]
 
 
 def _column_to_python(column: pa.Array) -> list[Any]:

@@ -52,20 +52,20 @@ class Records:
     """Part of the records to select; None: all."""
 
     @functools.cached_property
-    def columns(self) -> RecordEntry:
-        """Columns with the content of an entry, with the values of a bad record."""
+    def has_labels(self) -> bool:
+        """True if the records are token ids with labels, as the first one decides."""
         firsts = (
             record
             for _, record, problem in itertools.islice(self.locate(), _MAX_CHECKED_BAD)
             if problem is None and isinstance(record, dict)
         )
-        return self.source.stored_columns(firsts)
+        return not self.source.needs_tokenizer and self.source.has_labels(next(firsts, {}))
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Values that decide the entries."""
         settings = self.source.model_dump(mode="json", exclude={"source", "name", "weight"})
-        return (self.identity, [*self.columns], json.dumps(settings, sort_keys=True))
+        return (self.identity, self.has_labels, json.dumps(settings, sort_keys=True))
 
     def entries(self) -> Iterator[RecordEntry]:
         """Yields an entry for each record, in order: its `place`; its `problem`, why it cannot be
@@ -278,7 +278,7 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
     record, and for `fields` and `roles` that no record has."""
     source = origin.source
     limit = max(origin.data.max_bad_records, _MAX_CHECKED_BAD)
-    columns = origin.columns
+    has_labels = origin.has_labels
     unseen_fields = {
         name: field
         for field, names in source.fields.items()
@@ -291,7 +291,7 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
     bad: list[RecordEntry] = []
     for place, record, problem in origin.locate():
         num_records += 1
-        entry = {"place": errors.escape(place), "problem": None, **columns}
+        entry: RecordEntry = {"place": errors.escape(place), "problem": None}
         try:
             if problem is not None:
                 raise UserError(problem)
@@ -301,8 +301,8 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
                 }
             if unseen_roles:
                 unseen_roles -= source.find_roles(record)
-            content = source.convert(record, has_labels="labels" in columns)
-            is_usable = is_usable or len(content[next(iter(columns))]) > 0
+            content = source.convert(record, has_labels=has_labels)
+            is_usable = is_usable or len(content[source.column]) > 0
             entry |= content
         except UserError as error:
             entry["problem"] = str(error)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxsp.core.errors import UserError
 from jaxsp.data.packing import packing
 from jaxsp.data.packing.packing import PackedEpochs, PackedRows, Segments
 
@@ -90,15 +89,10 @@ def _interleave_parts(
     return np.repeat(parts[order], block_rows), rows.ravel()
 
 
-_MAX_STEPS = 10**12
-"""Maximum number of steps; grain and jaxsp count their rows in 64 bits."""
-
-
 class RowSchedule:
     """The rows of each remaining step: of `num_steps` steps, or of all until the data end.
     Args: begin_row: number of rows that were consumed before; end_row: number after which the data
-        end.
-    Raises: UserError for more steps than a schedule can have."""
+        end."""
 
     def __init__(
         self,
@@ -108,16 +102,9 @@ class RowSchedule:
         num_steps: int | None = None,
         end_row: int | None = None,
     ):
-        field = "run.steps"
         if num_steps is None:
             assert end_row is not None, "either steps or rows limit a schedule"
-            field = "run.epochs"
             num_steps = -(-max(end_row - begin_row, 0) // rows_per_step)
-        if num_steps > _MAX_STEPS:
-            raise UserError(
-                f"{field}: makes {num_steps:,} steps, but a run has at most {_MAX_STEPS:,}. Use "
-                "fewer."
-            )
         self.begin_row = begin_row
         self.rows_per_step = rows_per_step
         self.num_rows = num_steps * rows_per_step
