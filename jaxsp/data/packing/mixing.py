@@ -10,7 +10,7 @@ The order can be cut anywhere. It continues from the number of rows that were co
 mesh and the rows per step were.
 """
 
-import threading
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,10 +32,9 @@ class RowStream:
         self.fractions = np.array(fractions)
         self.block_rows = max(part.block_rows for part in parts)
         """Number of consecutive rows that belong together: see `PackedEpochs`."""
-        self._lock = threading.Lock()
-        # for the rows laid out so far: the part, and the index among the part's rows
-        self._part_of_row = np.zeros(0, np.int16)
-        self._index_in_part = np.zeros(0, np.int64)
+        self._interleave = functools.lru_cache(maxsize=1)(
+            lambda num_rows: _interleave_parts(self.fractions, num_rows, self.block_rows)
+        )
 
     def row(self, index: int) -> Segments:
         return self.rows(index, index + 1).row(0)
@@ -44,7 +43,9 @@ class RowStream:
         """Returns the rows `begin` to `end`."""
         if len(self.parts) == 1:
             return self.parts[0].rows(begin, end)
-        part_of_row, index_in_part = self._locate_rows(begin, end)
+        # the order of the first rows is that of any longer sequence
+        laid_out = self._interleave(max(1024, 1 << end.bit_length()))
+        part_of_row, index_in_part = (each[begin:end] for each in laid_out)
         rows_by_part = []
         for part in np.unique(part_of_row):
             indices = index_in_part[part_of_row == part].tolist()  # consecutive
@@ -60,15 +61,6 @@ class RowStream:
         """Number of rows in the first `epochs` epochs of the only part."""
         (part,) = self.parts
         return part.count_rows(epochs)
-
-    def _locate_rows(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The part of each row from `begin` to `end`, and its index among the part's rows."""
-        with self._lock:
-            if end > len(self._part_of_row):
-                self._part_of_row, self._index_in_part = _interleave_parts(
-                    self.fractions, max(2 * end, 1024), self.block_rows
-                )
-            return self._part_of_row[begin:end], self._index_in_part[begin:end]
 
 
 def _interleave_parts(
