@@ -3,7 +3,6 @@
 import json
 import pathlib
 
-import datasets
 import numpy as np
 import pytest
 
@@ -143,15 +142,3 @@ def test_a_damaged_cache_that_cannot_be_removed_is_a_user_error(cache, monkeypat
     monkeypatch.setattr(pathlib.Path, "unlink", refuse)
     with pytest.raises(UserError, match=r"\.arrow.*Permission.*HF_DATASETS_CACHE"):
         read_rows()
-
-
-def test_an_id_that_no_document_has_is_not_learned():
-    features = datasets.Features({"tokens": datasets.LargeList(datasets.Value("int32"))})
-    dataset = datasets.Dataset.from_dict({"tokens": [[1, 7, 3]]}, features=features)
-    stats = token_cache.compute_stats(dataset)
-    documents = Documents([dataset], stats=[stats])
-    row = row_of((0, 0, 3))
-    assert documents.read_slice(row, 0, 3)["tokens"].tolist() == [1, 7, 3]
-    documents._max_id = 6  # as if memory had changed after the checksums were compared
-    with pytest.raises(NeedsAttentionError, match="7"):
-        documents.read_slice(row, 0, 3)

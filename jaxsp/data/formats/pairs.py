@@ -167,8 +167,7 @@ class Unpaired(Chat):
                     "record with the completion of another. Give at least two."
                 )
                 bad += [each for each in entries if each["problem"] is not None]
-                examples = records.list_examples(bad[: records.MAX_NAMED_RECORDS])
-                raise UserError([*examples, problem])
+                raise UserError([*records.list_examples(bad), problem])
             yield entry
 
 

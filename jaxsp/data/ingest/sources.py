@@ -313,7 +313,7 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
                 "or fields, correct the records, or set data.on_bad_record=skip and raise "
                 "data.max_bad_records."
             )
-            raise UserError([*_list_first(bad), summary])
+            raise UserError([*records.list_examples(bad), summary])
         yield entry
     if not is_usable:
         if not bad:
@@ -324,7 +324,7 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
             f"{len(bad):,} of {num_records:,} records cannot be used{others}. Correct format or "
             "fields, or correct the records."
         )
-        raise UserError([*_list_first(bad), summary])
+        raise UserError([*records.list_examples(bad), summary])
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
@@ -350,11 +350,9 @@ def check_bad_records(
         suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"
-    raise UserError([*_list_first(examples), f"{summary}. Correct them, or {suggestion}."])
-
-
-def _list_first(bad: list[RecordEntry]) -> list[str]:
-    return records.list_examples(bad[: records.MAX_NAMED_RECORDS])
+    raise UserError(
+        [*records.list_examples(examples), f"{summary}. Correct them, or {suggestion}."]
+    )
 
 
 def check_no_duplicates(sources: Mapping[str, Records]) -> None:

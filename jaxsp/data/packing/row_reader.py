@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
-from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.core.errors import UserError
 from jaxsp.data.formats.records import (
     BARE_ANSWERS,
     FIRST_REFERENCE,
@@ -144,7 +144,9 @@ def _read_chunks(
     Args: stats: checksums of the ids, if known. numbers: columns of numbers to read."""
     columns: dict[str, list[CheckedIds]] = {}
     borders: list[np.ndarray] = []
-    for name in {*numbers, "weights", "labels", "tokens"} & {*dataset.column_names}:
+    for name in (*numbers, "weights", "labels", "tokens"):
+        if name not in dataset.column_names:
+            continue
         lists = [*cache.read_lists(dataset, name)]
         borders = [offsets for offsets, _ in lists]  # the same for all columns
         values = [values for _, values in lists]
@@ -223,11 +225,6 @@ class Documents:
         numbers: Sequence[str] = (),
         equal_numbers: Sequence[str] = (),
     ):
-        self._max_id = np.iinfo(np.int32).max
-        """Highest id of all tokens and labels, if it is known."""
-        if stats is not None:
-            extremes = [ends for source in stats for ends in source.extreme_ids.values()]
-            self._max_id = max((highest for _, (highest, _) in extremes), default=0)
         self._tokenized = tokenized
         self._has_scores = has_scores
         self.numbers = numbers
@@ -460,13 +457,6 @@ class Documents:
             part["labels"][:] = NO_LABEL
             last = left - begin + self.lengths[document] - 1 - first_token
             part["labels"][last[last < left - begin + num_tokens]] = 0
-        # Training on an id out of range corrupts weights. The check takes 1 % of the time.
-        for ids, lowest in ((part["tokens"], 0), (part["labels"], NO_LABEL)):
-            if len(ids) and not lowest <= ids.min() <= ids.max() <= self._max_id:
-                raise NeedsAttentionError(
-                    f"data: a row has ids from {ids.min()} to {ids.max()}, but the highest id in "
-                    f"the documents is {self._max_id}: this machine's memory may be faulty."
-                )
         return part
 
 
@@ -532,7 +522,7 @@ def _check_numbers(
     for chunk, starts in zip(chunks, borders, strict=True):
         targets = np.flatnonzero(chunk["labels"].read_all() != NO_LABEL)
         document = np.searchsorted(starts, targets, side="right") - 1
-        for name in chunk.keys() - {"tokens", "labels", "weights"}:
+        for name in [x for x in chunk if x not in ("tokens", "labels", "weights")]:
             values = chunk[name].read_all()[targets]
             wrong = document[~np.isfinite(values)]
             problem = f"has no {name}, which the objective needs. Add them, or leave it out."
