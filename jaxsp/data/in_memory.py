@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxsp.core import paths
 from jaxsp.core.errors import UserError
-from jaxsp.data.data_config import FORMAT
+from jaxsp.data.data_config import FORMATS
 
 
 def write_sources(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,9 +75,10 @@ def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str,
         if not target.exists():  # its time is part of the identity of the records
             path.replace(target)
     defaults = {"name": name}
-    for known, made in sorted(FORMAT.by_name().items(), key=lambda item: len(item[1].required)):
-        if columns >= {*made.required}:
-            defaults["format"] = known  # the last one needs the most fields
+    formats = [known for known in reversed(FORMATS) if columns >= {*known.required}]
+    if formats:
+        known = max(formats, key=lambda known: len(known.required))
+        defaults["format"] = known.model_fields["format"].default
     return defaults | dict(source) | {"source": str(target)}
 
 

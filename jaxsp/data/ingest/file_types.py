@@ -134,7 +134,8 @@ def _read_array(text: str) -> Iterator[LocatedRecord]:
     """Yields the elements of an array. Raises: ValueError if the text is not one complete array.
     Args: text: with surrogates in place of bytes that are not UTF-8."""
     number = 0
-    separator, place = "[", _SPACES.match(text, text.index("[") + 1).end()
+    separator = "["
+    place = _skip_spaces(text, text.index("[") + 1)
     while separator != "]":
         if number or not text.startswith("]", place):
             if place == len(text):
@@ -147,14 +148,20 @@ def _read_array(text: str) -> Iterator[LocatedRecord]:
                 problem = str(error)
                 record, end = json.JSONDecoder().raw_decode(text, place)
             yield f"record {number}", record, problem or _utf8_problem(text[place:end])
-            place = _SPACES.match(text, end).end()
+            place = _skip_spaces(text, end)
         separator = text[place : place + 1]
         if separator not in (",", "]"):
             found = f"expected , or ], not {separator}" if separator else "the array has no end"
             raise ValueError(found)
-        place = _SPACES.match(text, place + 1).end()
+        place = _skip_spaces(text, place + 1)
     if place < len(text):
         raise ValueError(f"expected nothing after the array, not {text[place]}")
+
+
+def _skip_spaces(text: str, place: int) -> int:
+    match = _SPACES.match(text, place)
+    assert match is not None, "an empty string matches too"
+    return match.end()
 
 
 def _utf8_problem(text: str) -> str | None:
