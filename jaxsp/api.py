@@ -37,7 +37,6 @@ from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft, published
-from jaxsp.hf.multimodal import OtherParts
 from jaxsp.hf.weights import check_target, export_model, list_tensors, open_other_parts
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.objectives.objective import Sft
@@ -503,7 +502,7 @@ class Trainer:
                 yield shard
                 shard = {}
                 num_bytes = 0
-            shard[name if parts is None else parts.text_names[name]] = tensor.to_numpy()
+            shard[name if parts is None else parts.find_stored_name(name)] = tensor.to_numpy()
             num_bytes += tensor.num_bytes
         yield shard
 
@@ -612,7 +611,7 @@ class Trainer:
         tokenizers.correct_file(pathlib.Path(directory))
         export_command.write_chat_template(self.model.config, pathlib.Path(directory))
 
-    def _open_other_parts(self, source: str | None) -> OtherParts | None:
+    def _open_other_parts(self, source: str | None) -> Any | None:
         """Other parts of a multimodal checkpoint, for families that are saved with them. Raises:
         UserError: see `save`."""
         fields = self.model.hf_config
