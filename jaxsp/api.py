@@ -611,7 +611,7 @@ class Trainer:
         tokenizers.correct_file(pathlib.Path(directory))
         export_command.write_chat_template(self.model.config, pathlib.Path(directory))
 
-    def _open_other_parts(self, source: str | None) -> Any | None:
+    def _open_other_parts(self, source: str | None) -> Any:
         """Other parts of a multimodal checkpoint, for families that are saved with them. Raises:
         UserError: see `save`."""
         fields = self.model.hf_config
