@@ -80,7 +80,7 @@ def train(
             f"{directory}: has all its {run.spec.num_steps} steps. "
             "Raise run.steps or run.epochs to train longer."
         )
-    elif early_stopping.should_stop():
+    elif start.early_stopping is not None and early_stopping.should_stop():
         completion = (
             f"{directory}: stopped early at step {start.step}: {early_stopping.reason}. "
             "Raise run.early_stopping_patience, or set it to null, to train longer."

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from jaxsp.config import fields
-from jaxsp.config.fields import HERE, ConfigSection, PositiveCount, with_examples
+from jaxsp.config.fields import HERE, ConfigSection, CountOrAuto, PositiveCount, with_examples
 
 
 class MemoryConfig(ConfigSection):
@@ -45,10 +45,10 @@ class MemoryConfig(ConfigSection):
     the update copies one layer at a time to its device, and weights in the compute dtype stay
     there. state_and_gradients: also finished gradients, and frozen weights. Requires jax 0.11.1 or
     later."""
-    mlp_tile_tokens: Annotated[Literal["auto"] | PositiveCount, with_examples(4096)] = "auto"
+    mlp_tile_tokens: Annotated[CountOrAuto, with_examples(4096)] = "auto"
     """Tokens per device that go through a layer's projections and MLP at a time; tiles are
     recomputed in the backward pass. auto: all tokens, or fewer if the step does not fit."""
-    loss_tile_tokens: Annotated[Literal["auto"] | PositiveCount, with_examples(1024)] = "auto"
+    loss_tile_tokens: Annotated[CountOrAuto, with_examples(1024)] = "auto"
     """Tokens per device whose logits exist at a time. auto: all tokens, or fewer if the step does
     not fit."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -82,11 +82,4 @@ class MemoryConfig(ConfigSection):
     def _check_kept_layers(cls, value: Any) -> Any:
         if value not in ("auto", 0) and not fields.is_count(value):
             raise ValueError("must be auto, or an integer of at least 0")
-        return value
-
-    @pydantic.field_validator("mlp_tile_tokens", "loss_tile_tokens", mode="before")
-    @classmethod
-    def _check_tile_tokens(cls, value: Any) -> Any:
-        if value != "auto" and not fields.is_count(value):
-            raise ValueError("must be auto, or an integer of at least 1")
         return value
