@@ -1,6 +1,7 @@
 """Documents: those of tokenized sources that are used, and the tokens of any part of any row."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from jaxsp.core import errors
-from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
+from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT, PREDICTIONS
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.formats.records import (
     BARE_ANSWERS,
@@ -125,27 +126,16 @@ class RowSlice:
     weights: np.ndarray | None = None
     """Weight of each label's loss, float32; None if the documents have no weights."""
     numbers: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Other numbers of each label, float32 by name; 0 without a label."""
-    predictions: np.ndarray | None = None
-    """A teacher's predictions after each token, [tokens, 2 k + 1]; None if they are not stored."""
+    """Other numbers of each label, float32 by name; 0 without a label; and PREDICTIONS."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredPredictions:
+class StoredPredictions(NamedTuple):
     """A teacher's predictions after each token of all documents: see `run.predictions`."""
 
     values: CheckedIds
-    """int32, [tokens, 2 k + 1] as one dim: k ids, and the bits of k + 1 log-probabilities."""
-    top_k: int
-    firsts: np.ndarray
-    """First token of each document among those of all."""
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Predictions after some tokens of a document, int32[tokens, 2 k + 1]."""
-        width = 2 * self.top_k + 1
-        first = int(self.firsts[document])
-        values = self.values.read((first + start) * width, (first + stop) * width)
-        return values.reshape(-1, width)
+    """int32, [tokens, width] as one dim."""
+    width: int
+    """Number of values of a token: see `core.batch.PREDICTIONS`."""
 
 
 class _Chunk(NamedTuple):
@@ -229,7 +219,7 @@ class Documents:
         stats: statistics of the datasets, with checksums of what is read; None: not checked.
         has_scores: give the last token of each document a label, 0, and no other token: a reward
             model scores documents there.
-        numbers: names of the numbers of tokens that batches have. Documents are then not cut.
+        numbers: names of the numbers of tokens that records have. Documents are then not cut.
         equal_numbers: those that must be equal for all loss tokens of a document.
     Reads: only the requested tokens, from the Arrow files that `datasets` maps into memory.
     Raises:
@@ -417,6 +407,16 @@ class Documents:
             "with labels that are not all -100."
         )
 
+    @functools.cached_property
+    def first_tokens(self) -> np.ndarray:
+        """First token of each document among those of all documents."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @property
+    def number_names(self) -> list[str]:
+        """Names of the numbers of tokens that batches have."""
+        return [*self.numbers, *([] if self.predictions is None else [PREDICTIONS])]
+
     @property
     def num_loss_tokens(self) -> int:
         if self._has_scores:
@@ -441,15 +441,13 @@ class Documents:
         """Returns the tokens `begin` to `end` of a row. Labels and positions are those of the whole
         document: a token before a cut has its label, and positions continue after the cut. After
         the last segment is padding: token 0, label -100, position 0."""
+        num_places = end - begin
         part = RowSlice(
-            tokens=np.zeros(end - begin, np.int32),
-            labels=np.full(end - begin, NO_LABEL, np.int32),
-            positions=np.zeros(end - begin, np.int32),
-            weights=np.zeros(end - begin, np.float32) if self.has_weights else None,
-            numbers={name: np.zeros(end - begin, np.float32) for name in self.numbers},
-            predictions=None
-            if self.predictions is None
-            else np.zeros((end - begin, 2 * self.predictions.top_k + 1), np.int32),
+            tokens=np.zeros(num_places, np.int32),
+            labels=np.full(num_places, NO_LABEL, np.int32),
+            positions=np.zeros(num_places, np.int32),
+            weights=np.zeros(num_places, np.float32) if self.has_weights else None,
+            numbers={name: np.zeros(num_places, np.float32) for name in self.numbers},
         )
         starts = row.starts
         ends = starts + row.length
@@ -484,12 +482,13 @@ class Documents:
                 part.weights[at : at + label_count] = chunk.weights[first:end]
             for name, values in part.numbers.items():
                 values[at : at + label_count] = chunk.numbers[name].read(first, end)
-        if self.predictions is not None and part.predictions is not None:
-            spans = zip(document, first_token, left - begin, num_tokens, strict=True)
-            for number, start, at, count in spans:
-                part.predictions[at : at + count] = self.predictions.read(
-                    number, start, start + count
-                )
+        if self.predictions is not None:
+            stored, width = self.predictions
+            part.numbers[PREDICTIONS] = np.zeros((num_places, width), np.int32)
+            firsts = self.first_tokens[document] + first_token
+            for first, at, count in zip(firsts, left - begin, num_tokens, strict=True):
+                values = stored.read(first * width, (first + count) * width)
+                part.numbers[PREDICTIONS][at : at + count] = values.reshape(-1, width)
         if self._has_scores:
             part.labels[:] = NO_LABEL
             last = left - begin + self.lengths[document] - 1 - first_token
