@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import hashlib
 import itertools
 import os
 import pathlib
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 import rich.console
+from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.config.yaml_io import format_value
@@ -24,6 +26,7 @@ from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.core.units import GIB, format_count
 from jaxsp.data import in_memory
 from jaxsp.data.chat import chat_template
+from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats.trajectories import Trajectories
 from jaxsp.data.ingest import sources
 from jaxsp.data.ingest.cache import make_lists
@@ -670,7 +673,7 @@ class Trainer:
         if needs:
             if labels is not None:
                 raise UserError("labels: trajectories have a loss_mask of their own. Leave it out.")
-            documents, labels, numbers = _read_trajectories(documents)
+            documents, labels, numbers = _read_trajectories(documents, self.config.data)
         vocab_size = self.spec.model.vocab_size
 
         def is_id(values: np.ndarray) -> np.ndarray:
@@ -690,6 +693,7 @@ class Trainer:
             columns["weights"] = _make_column(
                 "weights", weights, lengths, np.float32, is_weight, rule
             )
+        _check_equal([*columns.values(), *numbers.values()])
         columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
         with at("documents"):
             packed = Documents(
@@ -704,15 +708,37 @@ class Trainer:
         return dataset.pack_documents(name, packed, **self.spec.config.packing, digests=[""])
 
 
+def _check_equal(lists: Iterable[pa.LargeListArray]) -> None:
+    """Checks that all processes have the same documents. Raises: UserError if not."""
+    if jax.process_count() == 1:
+        return
+    digest = hashlib.sha256()
+    for each in lists:
+        digest.update(each.offsets.to_numpy())
+        digest.update(each.values.to_numpy())
+    own = np.frombuffer(digest.digest(), np.uint32)
+    is_other = (multihost_utils.process_allgather(own) != own).any(axis=1)
+    if is_other.any():
+        raise UserError(
+            f"documents: process {is_other.argmax()} has others than process "
+            f"{jax.process_index()}. Pass the same list in each process."
+        )
+
+
 def _read_trajectories(
-    records: Iterable[Any],
+    records: Iterable[Any], data: DataConfig
 ) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, pa.LargeListArray]]:
-    """Token ids, labels and numbers of records of the format trajectories. Raises: UserError."""
+    """Token ids, labels and numbers of records of the format trajectories. Raises: UserError for
+    bad ones, unless data.on_bad_record leaves them out."""
     source = Trajectories(source="memory")
     entries = []
+    bad = []
     for number, record in enumerate(records):
-        with at(f"documents[{number}]"):
+        try:
             entries.append(source.convert(record))
+        except UserError as error:
+            bad.append({"place": f"documents[{number}]", "problem": str(error)})
+    sources.check_bad_records(len(bad), len(entries) + len(bad), bad, data=data)
     column = lambda name: [entry[name] for entry in entries]
     numbers = {name: make_lists(column(name)) for name in source.numbers if entries}
     return column("input_ids"), column("labels"), numbers
