@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -293,29 +294,10 @@ class Trainer:
         ]
         return tokens, labels
 
-    def generate(
-        self,
-        prompts: Iterable[Any],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> list[str]:
-        """Answers prompts with these weights, as `jaxsp generate` does.
-
-        Args:
-            prompts: texts, chats (lists of messages) or lists of token ids. A prompt and its answer
-                must fit into data.row_tokens.
-            temperature, top_p, seed: see `generation.generator.Sampling`. 0: the likeliest tokens.
-        Returns: the text of each answer, without the tokens that end it.
-        Raises: UserError for prompts that are empty or too long, and for a reward model.
-        """
-        answers = self.generate_ids(
-            prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
-        )
-        tokenizer = self._load_tokenizer()
-        return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+    def generate(self, prompts: Iterable[Any], **options: Any) -> list[str]:
+        """Texts of answers, without the tokens that end them. Args: those of `generate_ids`."""
+        decode = functools.partial(self._load_tokenizer().decode, skip_special_tokens=True)
+        return [str(decode(answer)) for answer in self.generate_ids(prompts, **options)]
 
     def generate_ids(
         self,
@@ -326,7 +308,15 @@ class Trainer:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> list[list[int]]:
-        """Token ids of answers, with the token that ends one: see `generate`."""
+        """Answers prompts with these weights, as `jaxsp generate` does.
+
+        Args:
+            prompts: texts, chats (lists of messages) or lists of token ids. A prompt and its answer
+                must fit into data.row_tokens.
+            temperature, top_p, seed: see `generation.generator.Sampling`. 0: the likeliest tokens.
+        Returns: token ids of each answer, with the token that ends it.
+        Raises: UserError for prompts that are empty or too long, and for a reward model.
+        """
         tokenizer = self._load_tokenizer()
         encoder = TextEncoder(tokenizer)
         vocab_size = self.spec.model.vocab_size
@@ -492,9 +482,7 @@ class Trainer:
         """
         spec = self.spec
         table = spec.table
-        arrays = merging.make_layer_readers(
-            spec.select_own(self.state.master), table=table, mesh=spec.mesh
-        )
+        arrays = merging.make_layer_readers(spec.select_own(self.state.master), table=table)
         if spec.config.has_frozen_weights:
             table, arrays = merging.merge_state(arrays, table=table, model=spec.model)
         parts = self._open_other_parts(None)
@@ -502,12 +490,12 @@ class Trainer:
         num_bytes = 0
         named = list_tensors(arrays, table, dtype or self.config.model.compute_dtype)
         for name, tensor in named.items():
-            if shard and num_bytes + tensor.num_bytes > max_bytes:
+            num_bytes += tensor.num_bytes
+            if shard and num_bytes > max_bytes:
                 yield shard
                 shard = {}
-                num_bytes = 0
+                num_bytes = tensor.num_bytes
             shard[name if parts is None else parts.text_names[name]] = tensor.to_numpy()
-            num_bytes += tensor.num_bytes
         yield shard
 
     def step(self, batch: Batch) -> StepResults:
