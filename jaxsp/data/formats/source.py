@@ -56,6 +56,15 @@ _HINTS = _PAIR_HINTS | {
 format, so that only _PAIR_HINTS may help."""
 
 
+_TRAJECTORY_HINTS = {
+    "prompt_ids completion_ids": "Write both one after the other as input_ids, and a loss_mask: 0 "
+    "for those of the prompt, 1 for others",
+    "reward": "Compute advantages from the rewards",
+    "rewards": "Compute advantages from the rewards",
+}
+"""The same of trajectories, whose objective has one format."""
+
+
 def suggest_ignoring(*names: str) -> str:
     return f"ignore_fields: [{', '.join(names)}] of the source"
 
@@ -319,7 +328,9 @@ class SourceRecord:
             raise UserError(f"{name} is null.")
         problem = f"has no {name}; it has {records.list_fields(self.values)}."
         own = f"Try format: {self.source.format}"
-        hints = _PAIR_HINTS if self.source.num_documents > 1 else _HINTS
+        hints = _TRAJECTORY_HINTS if self.source.numbers else _HINTS
+        if self.source.num_documents > 1:
+            hints = _PAIR_HINTS
         for names, hint in hints.items():
             if self.values.keys() >= {*names.split()} and hint.partition(", with ")[0] != own:
                 raise UserError(f"{problem} {hint}.")

@@ -32,6 +32,8 @@ class Trajectories(TokenIds):
         """
         from jaxsp.core.batch import NO_LABEL
 
+        for name in self.required:
+            record.get(name)  # raises: it is missing
         if not plain.list_label_fields(record):
             raise UserError("has no loss_mask: 1 for tokens that the model sampled, 0 for others.")
         kept, columns = self.read_tokens(record, has_labels=True)

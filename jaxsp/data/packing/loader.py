@@ -121,9 +121,7 @@ class BatchLoader:
         self._specs = dict(SPECS)
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
-        self._specs |= dict.fromkeys(map("{}_BL".format, documents.numbers), PER_TOKEN)
-        if documents.predictions is not None:
-            self._specs["predictions_BLK"] = PER_TOKEN
+        self._specs |= dict.fromkeys(map("{}_BL".format, documents.number_names), PER_TOKEN)
         if documents.per_record == 2:
             self._specs["documents_BM"] = PER_ROW
         num_slots = placement.num_groups * placement.rows_per_microbatch
@@ -232,7 +230,7 @@ class BatchLoader:
                     name: self._put(self._specs[name], blocks)
                     for name, blocks in host_batch.blocks.items()
                 }
-                if names := self._documents.numbers:
+                if names := self._documents.number_names:
                     arrays["numbers_BL"] = {name: arrays.pop(f"{name}_BL") for name in names}
                 if host_batch.pairs is not None:
                     arrays["pairs"] = jax.tree.map(self._put_whole, host_batch.pairs)

@@ -1,16 +1,17 @@
 """Documents: those of tokenized sources that are used, and the tokens of any part of any row."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
 
 from jaxsp.core import errors
-from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
+from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT, PREDICTIONS
 from jaxsp.core.errors import UserError
 from jaxsp.data.formats.records import (
     BARE_ANSWERS,
@@ -114,22 +115,13 @@ class SourceCounts:
         return bool(self.num_split or self.num_truncated or self.num_dropped)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredPredictions:
+class StoredPredictions(NamedTuple):
     """A teacher's predictions after each token of all documents: see `run.predictions`."""
 
     values: CheckedIds
-    """int32, [tokens, 2 k + 1] as one dim: k ids, and the bits of k + 1 log-probabilities."""
-    top_k: int
-    firsts: np.ndarray
-    """First token of each document among those of all."""
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Predictions after some tokens of a document, int32[tokens, 2 k + 1]."""
-        width = 2 * self.top_k + 1
-        first = int(self.firsts[document])
-        values = self.values.read((first + start) * width, (first + stop) * width)
-        return values.reshape(-1, width)
+    """int32, [tokens, width] as one dim."""
+    width: int
+    """Number of values of a token: see `core.batch.PREDICTIONS`."""
 
 
 _Chunk = dict[str, CheckedIds]
@@ -203,7 +195,7 @@ class Documents:
         stats: statistics of the datasets, with checksums of what is read; None: not checked.
         has_scores: give the last token of each document a label, 0, and no other token: a reward
             model scores documents there.
-        numbers: names of the numbers of tokens that batches have. Documents are then not cut.
+        numbers: names of the numbers of tokens that records have. Documents are then not cut.
         equal_numbers: those that must be equal for all loss tokens of a document.
     Reads: only the requested tokens, from the Arrow files that `datasets` maps into memory.
     Raises:
@@ -382,6 +374,16 @@ class Documents:
             "with labels that are not all -100."
         )
 
+    @functools.cached_property
+    def first_tokens(self) -> np.ndarray:
+        """First token of each document among those of all documents."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @property
+    def number_names(self) -> list[str]:
+        """Names of the numbers of tokens that batches have."""
+        return [*self.numbers, *([] if self.predictions is None else [PREDICTIONS])]
+
     @property
     def num_loss_tokens(self) -> int:
         if self._has_scores:
@@ -407,16 +409,14 @@ class Documents:
 
         They are those of the whole document: a token before a cut has its label, and positions
         continue after the cut. After the last segment is padding: token 0, label -100, position 0.
-        Also `weights` and the `numbers` of the labels, float32, and a teacher's `predictions` after
-        each token, [tokens, 2 k + 1], if the documents have them.
+        Also `weights` and the `numbers` of the labels, float32, and a teacher's PREDICTIONS after
+        each token, [tokens, width], if the documents have them.
         """
         size = end - begin
         part = {name: np.zeros(size, np.int32) for name in ("tokens", "labels", "positions")}
         part["labels"][:] = NO_LABEL
         numbers = [*self.numbers, *(["weights"] if self.has_weights else [])]
         part |= {name: np.zeros(size, np.float32) for name in numbers}
-        if self.predictions is not None:
-            part["predictions"] = np.zeros((size, 2 * self.predictions.top_k + 1), np.int32)
         starts = row.starts
         ends = starts + row.length
         touched = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, end))
@@ -448,11 +448,12 @@ class Documents:
             for name in ("labels", *numbers):
                 part[name][at : at + label_count] = chunk[name].read(first, first + label_count)
         if self.predictions is not None:
-            spans = zip(document, first_token, left - begin, num_tokens, strict=True)
-            for number, start, at, count in spans:
-                part["predictions"][at : at + count] = self.predictions.read(
-                    number, start, start + count
-                )
+            stored, width = self.predictions
+            part[PREDICTIONS] = np.zeros((size, width), np.int32)
+            firsts = self.first_tokens[document] + first_token
+            for first, at, count in zip(firsts, left - begin, num_tokens, strict=True):
+                values = stored.read(first * width, (first + count) * width)
+                part[PREDICTIONS][at : at + count] = values.reshape(-1, width)
         if self._has_scores:
             part["labels"][:] = NO_LABEL
             last = left - begin + self.lengths[document] - 1 - first_token
