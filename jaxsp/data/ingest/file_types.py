@@ -103,10 +103,27 @@ def _open_decompressed(file: str) -> io.BufferedReader:
 
 
 def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[LocatedRecord]:
-    """Adds the name of a file or data set to the places of its records, and to errors."""
+    """Adds the name of a file or data set to the places of its records, and to errors.
+    Raises: UserError for damage, with the last record before it."""
+    place = ""
     with at(name):
-        for place, record, problem in records:
-            yield f"{name}, {place}" if place else name, record, problem
+        try:
+            for place, record, problem in records:
+                yield f"{name}, {place}" if place else name, record, problem
+        except UserError:
+            raise
+        except PermissionError:
+            raise UserError(
+                "no permission to read it. Change its permissions, or leave it out."
+            ) from None
+        # pyarrow's errors are ValueErrors or OSErrors
+        except (OSError, ValueError, csv.Error, RecursionError) as error:
+            after = f"after {place}" if place else "before the end of its first record"
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise UserError(
+                f"is broken {after} ({reason}). Copy or create it again: the number of missing "
+                "records is unknown."
+            ) from None
 
 
 def _read_lines(stream: io.BufferedReader) -> Iterator[LocatedRecord]:
@@ -336,30 +353,10 @@ def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator
 
 
 def _read_file(file: str, select: Select) -> Iterator[LocatedRecord]:
-    place = ""
-    try:
-        size = os.path.getsize(file)
-        if split_suffix(file)[1] and not size:
-            raise UserError(
-                "is empty, but a compressed file has a header. Copy or create it again."
-            )
-        if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
-            raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
-        _, read = detect_file_type(file)
-        for located in read(file, select):
-            place = located[0]
-            yield located
-    except UserError:
-        raise
-    except PermissionError:
-        raise UserError(
-            "no permission to read it. Change its permissions, or leave it out."
-        ) from None
-    # pyarrow's errors are ValueErrors or OSErrors
-    except (OSError, ValueError, csv.Error, RecursionError) as error:
-        after = f"after {place}" if place else "before the end of its first record"
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(
-            f"is broken {after} ({reason}). Copy or create it again: the number of missing records "
-            "is unknown."
-        ) from None
+    size = os.path.getsize(file)
+    if split_suffix(file)[1] and not size:
+        raise UserError("is empty, but a compressed file has a header. Copy or create it again.")
+    if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
+        raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
+    _, read = detect_file_type(file)
+    yield from read(file, select)
