@@ -2,6 +2,8 @@
 
 import atexit
 import dataclasses
+import functools
+import hashlib
 import itertools
 import os
 import pathlib
@@ -15,6 +17,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 import rich.console
+from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.config.yaml_io import format_value
@@ -24,6 +27,7 @@ from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.core.units import GIB, format_count
 from jaxsp.data import in_memory
 from jaxsp.data.chat import chat_template
+from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats.trajectories import Trajectories
 from jaxsp.data.ingest import sources
 from jaxsp.data.ingest.cache import make_lists
@@ -37,7 +41,6 @@ from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft, published
-from jaxsp.hf.multimodal import OtherParts
 from jaxsp.hf.weights import check_target, export_model, list_tensors, open_other_parts
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.objectives.objective import Sft
@@ -289,29 +292,10 @@ class Trainer:
         ]
         return tokens, labels
 
-    def generate(
-        self,
-        prompts: Iterable[Any],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> list[str]:
-        """Answers prompts with these weights, as `jaxsp generate` does.
-
-        Args:
-            prompts: texts, chats (lists of messages) or lists of token ids. A prompt and its answer
-                must fit into data.row_tokens.
-            temperature, top_p, seed: see `generation.generator.Sampling`. 0: the likeliest tokens.
-        Returns: the text of each answer, without the tokens that end it.
-        Raises: UserError for prompts that are empty or too long, and for a reward model.
-        """
-        answers = self.generate_ids(
-            prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
-        )
-        tokenizer = self._load_tokenizer()
-        return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+    def generate(self, prompts: Iterable[Any], **options: Any) -> list[str]:
+        """Texts of answers, without the tokens that end them. Args: those of `generate_ids`."""
+        decode = functools.partial(self._load_tokenizer().decode, skip_special_tokens=True)
+        return [str(decode(answer)) for answer in self.generate_ids(prompts, **options)]
 
     def generate_ids(
         self,
@@ -322,7 +306,15 @@ class Trainer:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> list[list[int]]:
-        """Token ids of answers, with the token that ends one: see `generate`."""
+        """Answers prompts with these weights, as `jaxsp generate` does.
+
+        Args:
+            prompts: texts, chats (lists of messages) or lists of token ids. A prompt and its answer
+                must fit into data.row_tokens.
+            temperature, top_p, seed: see `generation.generator.Sampling`. 0: the likeliest tokens.
+        Returns: token ids of each answer, with the token that ends it.
+        Raises: UserError for prompts that are empty or too long, and for a reward model.
+        """
         tokenizer = self._load_tokenizer()
         encoder = TextEncoder(tokenizer)
         vocab_size = self.spec.model.vocab_size
@@ -488,9 +480,7 @@ class Trainer:
         """
         spec = self.spec
         table = spec.table
-        arrays = merging.make_layer_readers(
-            spec.select_own(self.state.master), table=table, mesh=spec.mesh
-        )
+        arrays = merging.make_layer_readers(spec.select_own(self.state.master), table=table)
         if spec.config.has_frozen_weights:
             table, arrays = merging.merge_state(arrays, table=table, model=spec.model)
         parts = self._open_other_parts(None)
@@ -498,12 +488,12 @@ class Trainer:
         num_bytes = 0
         named = list_tensors(arrays, table, dtype or self.config.model.compute_dtype)
         for name, tensor in named.items():
-            if shard and num_bytes + tensor.num_bytes > max_bytes:
+            num_bytes += tensor.num_bytes
+            if shard and num_bytes > max_bytes:
                 yield shard
                 shard = {}
-                num_bytes = 0
-            shard[name if parts is None else parts.text_names[name]] = tensor.to_numpy()
-            num_bytes += tensor.num_bytes
+                num_bytes = tensor.num_bytes
+            shard[name if parts is None else parts.find_stored_name(name)] = tensor.to_numpy()
         yield shard
 
     def step(self, batch: Batch) -> StepResults:
@@ -611,7 +601,7 @@ class Trainer:
         tokenizers.correct_file(pathlib.Path(directory))
         export_command.write_chat_template(self.model.config, pathlib.Path(directory))
 
-    def _open_other_parts(self, source: str | None) -> OtherParts | None:
+    def _open_other_parts(self, source: str | None) -> Any:
         """Other parts of a multimodal checkpoint, for families that are saved with them. Raises:
         UserError: see `save`."""
         fields = self.model.hf_config
@@ -669,7 +659,7 @@ class Trainer:
         if needs:
             if labels is not None:
                 raise UserError("labels: trajectories have a loss_mask of their own. Leave it out.")
-            documents, labels, numbers = _read_trajectories(documents)
+            documents, labels, numbers = _read_trajectories(documents, self.config.data)
         vocab_size = self.spec.model.vocab_size
 
         def is_id(values: np.ndarray) -> np.ndarray:
@@ -689,6 +679,7 @@ class Trainer:
             columns["weights"] = _make_column(
                 "weights", weights, lengths, np.float32, is_weight, rule
             )
+        _check_equal([*columns.values(), *numbers.values()])
         columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
         with at("documents"):
             packed = Documents(
@@ -703,15 +694,37 @@ class Trainer:
         return dataset.pack_documents(name, packed, **self.spec.config.packing, digests=[""])
 
 
+def _check_equal(lists: Iterable[pa.LargeListArray]) -> None:
+    """Checks that all processes have the same documents. Raises: UserError if not."""
+    if jax.process_count() == 1:
+        return
+    digest = hashlib.sha256()
+    for each in lists:
+        digest.update(each.offsets.to_numpy())
+        digest.update(each.values.to_numpy())
+    own = np.frombuffer(digest.digest(), np.uint32)
+    is_other = (multihost_utils.process_allgather(own) != own).any(axis=1)
+    if is_other.any():
+        raise UserError(
+            f"documents: process {is_other.argmax()} has others than process "
+            f"{jax.process_index()}. Pass the same list in each process."
+        )
+
+
 def _read_trajectories(
-    records: Iterable[Any],
+    records: Iterable[Any], data: DataConfig
 ) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, pa.LargeListArray]]:
-    """Token ids, labels and numbers of records of the format trajectories. Raises: UserError."""
+    """Token ids, labels and numbers of records of the format trajectories. Raises: UserError for
+    bad ones, unless data.on_bad_record leaves them out."""
     source = Trajectories(source="memory")
     entries = []
+    bad = []
     for number, record in enumerate(records):
-        with at(f"documents[{number}]"):
+        try:
             entries.append(source.convert(record))
+        except UserError as error:
+            bad.append({"place": f"documents[{number}]", "problem": str(error)})
+    sources.check_bad_records(len(bad), len(entries) + len(bad), bad, data=data)
     column = lambda name: [entry[name] for entry in entries]
     numbers = {name: make_lists(column(name)) for name in source.numbers if entries}
     return column("input_ids"), column("labels"), numbers

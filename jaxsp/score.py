@@ -10,9 +10,9 @@ def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with the problems of the input."""
     parser = cli.make_parser(
         "score",
-        "Writes the predictions of objective.teacher for data.train and data.eval into the folder "
-        "objective.predictions.\nTraining with the same config then reads them. An interrupted "
-        "command continues where it ended.",
+        "Writes the predictions of objective.teacher for all documents of data.train and data.eval "
+        "into the folder\nobjective.predictions. Training with the same config then reads them. "
+        "An interrupted command continues where it ended.",
         takes="CONFIG.yaml",
         is_multi_process=True,
     )

@@ -85,6 +85,24 @@ def write_documents(
     path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
 
 
+def write_trajectories(path: pathlib.Path, *, num_records: int) -> None:
+    """Writes random trajectories of 10 to 39 tokens, for a vocabulary of 257 tokens."""
+    rng = np.random.default_rng(4)
+    records = []
+    for _ in range(num_records):
+        length = rng.integers(10, 40)
+        num_prompt = rng.integers(1, 8)
+        num_sampled = int(length - num_prompt)
+        record = {
+            "input_ids": rng.integers(0, 257, length).tolist(),
+            "loss_mask": [0] * num_prompt + [1] * num_sampled,
+            "advantages": rng.normal(),
+            "old_logps": (-5.5 + 0.1 * rng.normal(size=num_sampled)).tolist(),
+        }
+        records.append(json.dumps(record))
+    path.write_text("\n".join(records), encoding="utf-8")
+
+
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     """Records of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

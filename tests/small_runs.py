@@ -4,10 +4,27 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 import rich.console
 
+from jaxsp.hf import model_config, weights
+from jaxsp.model import decoder
 from jaxsp.run import build, config_file, trainer
 from jaxsp.run.config_file import Config
+
+
+def write_model(directory: pathlib.Path, fields: dict[str, Any], *, std: float) -> None:
+    """Writes a model whose predictions differ from token to token if `std` is large."""
+    table = decoder.param_table(model_config.parse_model_config(fields))
+    rng = np.random.default_rng(3)
+    weights.export_model(
+        jax.tree.map(lambda p: rng.normal(p.mean, std, p.stacked_shape).astype(np.float32), table),
+        table=table,
+        fields=fields,
+        tokenizer=None,
+        directory=directory,
+        dtype="float32",
+    )
 
 
 def make_fields(folder: pathlib.Path, file: str = "train.jsonl", **sections: Any) -> dict[str, Any]:

@@ -95,6 +95,8 @@ def test_records_that_do_not_fit_are_refused(trainer, base):
     (document,) = draw_documents(9)
     with pytest.raises(UserError, match=r"documents\[1\]: old_logps has 2 numbers"):
         trainer.pack([make_record(document), make_record(document, old_logps=[-1, -2])])
+    with pytest.raises(UserError, match=r"documents\[0\]: has no advantages; .*\. Compute adv"):
+        trainer.pack([{"input_ids": document, "reward": 1.0}])
     with pytest.raises(UserError, match=r"documents\[0\]: is a list, not a record"):
         trainer.pack([document])
     with pytest.raises(UserError, match="labels"):
@@ -104,6 +106,18 @@ def test_records_that_do_not_fit_are_refused(trainer, base):
     fields = FIELDS | {"model": FIELDS["model"] | {"source": str(base)}}
     with pytest.raises(UserError, match="has_weights"):
         jaxsp.Trainer(fields, has_weights=True)
+
+
+def test_bad_records_are_left_out_if_the_config_says_so(base):
+    data = FIELDS["data"] | {"on_bad_record": "skip", "max_bad_records": 1}
+    trainer = make_trainer(base, data=data)
+    documents = draw_documents(9, 8)
+    good = make_record(documents[0])
+    bad = make_record(documents[1], old_logps=[-1])
+    (batch,) = trainer.pack([bad, good])
+    assert np.asarray(batch.lengths_BM).sum() == 9
+    with pytest.raises(UserError, match="max_bad_records from 1 to 2"):
+        trainer.pack([bad, good, bad])
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
@@ -151,6 +165,8 @@ SCRIPT = """
 import json
 import sys
 
+import jax
+
 import jaxsp
 
 config, documents = json.loads(sys.argv[1])
@@ -160,6 +176,10 @@ records = [
     for x, y in zip(documents, trainer.logps(documents))
 ]
 losses = [float(trainer.step(batch)["loss"]) for batch in trainer.pack(records)]
+try:
+    trainer.pack(records[jax.process_index() :])
+except jaxsp.core.errors.UserError as error:
+    print(error)
 sums = {name: float(abs(x).sum()) for shard in trainer.weights() for name, x in shard.items()}
 print(json.dumps([losses, [x["old_logps"] for x in records], sums]))
 """
@@ -177,5 +197,6 @@ def test_two_processes_have_the_results_of_one(base):
     outputs = [one.stdout, *(x for x, _ in two_processes.wait(two_processes.start(*arguments)))]
     right, *made = (json.loads(output.splitlines()[-1]) for output in outputs)
     assert made[0] == made[1], "every process has everything"
+    assert [output.count("Pass the same list in each process.") for output in outputs] == [0, 1, 1]
     for actual, expected in zip(jax.tree.leaves(made[0]), jax.tree.leaves(right), strict=True):
         assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)

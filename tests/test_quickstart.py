@@ -64,7 +64,7 @@ def test_the_loss_falls_below_the_entropy_of_byte_pairs(quickstart):
         row = Segments(
             document=np.array([document]), offset=np.array([0]), length=np.array([length])
         )
-        tokens = inputs.train_set.documents.read_slice(row, 0, int(length)).tokens
+        tokens = inputs.train_set.documents.read_slice(row, 0, int(length))["tokens"]
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
     joint = counts / counts.sum()
     conditional = counts / np.maximum(counts.sum(1, keepdims=True), 1)

@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 from jaxsp.run import build, config_file, trainer
-from tests import commands, messages, tolerances, two_processes
+from tests import batches, commands, messages, small_runs, tolerances, two_processes
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 
@@ -19,6 +19,32 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     check_two_processes_against_one(tmp_path, [("across", 1, 8)])
 
 
+@pytest.mark.e2e
+def test_two_processes_with_a_teacher_give_the_numbers_of_one(tmp_path):
+    words = write_teacher(tmp_path)
+    check_two_processes_against_one(tmp_path, [("across", 2, 4)], words)
+
+
+@pytest.mark.slow
+def test_two_processes_store_and_read_the_predictions_of_all_classes(tmp_path):
+    """256 of 257 tokens, and the class of all others: the numbers are those of the teacher in the
+    step of one process."""
+    words = write_teacher(tmp_path)
+    stored = [f"objective.predictions={tmp_path}/predictions", "objective.top_k=256"]
+    config, _ = two_processes.write_config(tmp_path, name="across", data=2, seq=4)
+    processes = two_processes.start("-m", "jaxsp.score", config, *words, *stored)
+    outputs = two_processes.wait(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    check_two_processes_against_one(tmp_path, [("across", 2, 4)], words, stored)
+
+
+def write_teacher(folder):
+    """Writes a teacher. Returns: settings of a distillation from it."""
+    teacher = batches.SMALL_LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 8}
+    small_runs.write_model(folder / "teacher", teacher, std=0.4)
+    return ["objective.type=distill", f"objective.teacher={folder}/teacher"]
+
+
 @pytest.mark.slow
 def test_a_row_inside_one_process_or_across_two_gives_the_same_numbers_also_after_resuming(
     tmp_path,
@@ -26,10 +52,11 @@ def test_a_row_inside_one_process_or_across_two_gives_the_same_numbers_also_afte
     check_two_processes_against_one(tmp_path, [("inside", 2, 4), ("across", 1, 8)])
 
 
-def check_two_processes_against_one(tmp_path, meshes):
+def check_two_processes_against_one(tmp_path, meshes, words=(), words_of_two=()):
     """Compares two processes on each mesh with one process.
 
     Runs on the second mesh and later ones resume from step 2 of the first.
+    Args: words: settings of all runs. words_of_two: more of those of two processes.
     """
     lines_by_mesh = {}
     first = meshes[0][0]
@@ -38,13 +65,13 @@ def check_two_processes_against_one(tmp_path, meshes):
         change = f"run.resume={tmp_path}/{first}/checkpoints/2"
         if name == first:
             change = "run.save_every=2"
-        processes = two_processes.start("-m", "jaxsp.train", config, change)
+        processes = two_processes.start("-m", "jaxsp.train", config, change, *words, *words_of_two)
         outputs = two_processes.wait(processes)
         assert [process.returncode for process in processes] == [0, 0], outputs
         lines_by_mesh[name] = commands.read_lines(metrics)
         assert "Tokenizing" not in str(outputs), "a progress bar without a terminal"
     config, metrics = two_processes.write_config(tmp_path, name="one", data=1, seq=8)
-    inputs = build.build_training(config_file.load(config, []), devices=jax.devices())
+    inputs = build.build_training(config_file.load(config, words), devices=jax.devices())
     trainer.train(inputs, rich.console.Console(quiet=True))
     expected = commands.read_lines(metrics)
     assert [line["step"] for line in expected] == [1, 2, 3]

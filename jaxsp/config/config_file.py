@@ -36,6 +36,10 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
         near = errors.did_you_mean(path.name, neighbors)
         suggestion, *lines = [near.strip()] if near else _suggest_start()
         raise UserError([f"{path}: no such file. {suggestion}", *lines]) from None
+    except IsADirectoryError:
+        raise UserError(
+            f"{path}: is a folder. Name a config; that of a run is {path / 'config.yaml'}."
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}.") from None
     try:

@@ -65,10 +65,8 @@ class Batch:
     """Weight of each label's loss, float32, finite and at least 0. None: all 1. The step's loss is
     sum(weight * loss) / sum(weight) over all tokens with a label."""
     numbers_BL: dict[str, Leaf] | None = None
-    """Numbers of each label that the objective needs, float32 by name; None without any."""
-    predictions_BLK: Leaf | None = None
-    """Stored predictions of a teacher, int32: k ids, and the bits of the float32 log-probabilities
-    of these and of all other tokens together. None without a stored teacher."""
+    """Numbers of each label that the objective needs, float32 by name, and PREDICTIONS; None
+    without any."""
     documents_BM: Leaf | None = None
     """Number in the step of each segment's document, int32: documents 2p and 2p + 1 are pair p of
     `pairs`; -1 for unused slots. None: no pairs."""
@@ -79,6 +77,10 @@ class Batch:
         """The arrays of microbatches only."""
         return dataclasses.replace(self, pairs=None)
 
+
+PREDICTIONS = "predictions"
+"""Name, among the numbers of tokens, of a teacher's stored predictions, int32[..., 2 k + 1]: k ids,
+and the bits of the float32 log-probabilities of these and of all other tokens together."""
 
 PER_TOKEN = PartitionSpec(None, axes.GROUPS, axes.SEQ)
 PER_ROW = PartitionSpec(None, axes.GROUPS)
@@ -99,8 +101,6 @@ def partition_specs(batch: Batch) -> Batch:
     specs: dict[str, Any] = dict(SPECS)
     if batch.weights_BL is not None:
         specs["weights_BL"] = PER_TOKEN
-    if batch.predictions_BLK is not None:
-        specs["predictions_BLK"] = PER_TOKEN
     if batch.numbers_BL is not None:
         specs["numbers_BL"] = dict.fromkeys(batch.numbers_BL, PER_TOKEN)
     if batch.pairs is not None:

@@ -69,7 +69,7 @@ def cut(data: PackedDataset) -> list[ShortText]:
         segment = segments.select(slice(number, number + 1))
         length = int(segment.length[0])
         row = data.documents.read_slice(segment, 0, length)
-        targets = np.append(np.int32(NO_LABEL), row.labels[:-1])
+        targets = np.append(np.int32(NO_LABEL), row["labels"][:-1])
         document = int(segment.document[0])
         for begin in range(BLOCK_TOKENS, length - CONTEXT_TOKENS, BLOCK_TOKENS):
             part = slice(begin, begin + CONTEXT_TOKENS + BLOCK_TOKENS)
@@ -77,7 +77,7 @@ def cut(data: PackedDataset) -> list[ShortText]:
             labels[:CONTEXT_TOKENS] = NO_LABEL
             if (labels != NO_LABEL).any():
                 first = int(segment.offset[0]) + begin
-                texts.append(ShortText(document, first, row.tokens[part], labels))
+                texts.append(ShortText(document, first, row["tokens"][part], labels))
     return texts
 
 

@@ -120,12 +120,12 @@ def select_samples(
             document=np.array([number]), offset=np.array([0]), length=np.array([length])
         )
         row = documents.read_slice(whole, 0, length)
-        has_loss = row.labels != NO_LABEL  # of the next token
+        has_loss = row["labels"] != NO_LABEL  # of the next token
         first = int(np.argmax(has_loss)) + 1
         if first == 1:
             first = max(1, min(length // 2, MAX_TEXT_TOKENS))
         ends = np.flatnonzero(~has_loss[first - 1 :])
         end = min(first + int(ends[0]) if len(ends) else length, first + max_new_tokens)
-        prompt = row.tokens[max(0, first - max_prompt_tokens) : first].tolist()
-        samples.append(Sample(prompt=prompt, reference=row.tokens[first:end].tolist()))
+        prompt = row["tokens"][max(0, first - max_prompt_tokens) : first].tolist()
+        samples.append(Sample(prompt=prompt, reference=row["tokens"][first:end].tolist()))
     return samples

@@ -5,7 +5,6 @@ text model. For others (see `Family.has_other_parts`), the export is the multimo
 trained text model, and the other parts as they are in the checkpoint that the run started from.
 """
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable
@@ -15,7 +14,6 @@ from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import config_fields, families
-from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import StoredTensor
 
 _PREFIXES = {
@@ -158,24 +156,13 @@ def describe_left_out(names: Iterable[str], fields: dict[str, Any]) -> str:
     return f"{start}without {len(parts):,} tensors of {' and '.join(sorted({*parts}))}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OtherParts:
-    """All of a multimodal checkpoint except the weights of its text model."""
-
-    source: ModelFolder
-    text_names: dict[str, str]
-    """Name of each tensor of the text model in its files, by the name in a text model's."""
-    tensors: dict[str, StoredTensor]
-    """Tensors of the other parts, by their names in its files."""
-
-    def add_fields(self, text: dict[str, Any]) -> dict[str, Any]:
-        """Returns the whole model's fields; text_config and shared ones beside it are `text`'s."""
-        fields = self.source.config_fields
-        shared = ["dtype", "torch_dtype", "architectures", "tie_word_embeddings"]
-        shared += [name for name in config_fields.TOKEN_ID_FIELDS if name in fields]
-        text_config = {name: value for name, value in text.items() if name != "architectures"}
-        outer = {name: text[name] for name in shared if name in text}
-        return {**fields, **outer, "text_config": text_config}
+def add_other_fields(text: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """Returns a whole model's fields, of which text_config and shared ones beside it are `text`."""
+    shared = ["dtype", "torch_dtype", "architectures", "tie_word_embeddings"]
+    shared += [name for name in config_fields.TOKEN_ID_FIELDS if name in whole]
+    text_config = {name: value for name, value in text.items() if name != "architectures"}
+    outer = {name: text[name] for name in shared if name in text}
+    return {**whole, **outer, "text_config": text_config}
 
 
 def are_exported(fields: dict[str, Any]) -> bool:

@@ -100,12 +100,7 @@ def _describe_extension(group: _Group) -> str:
 
 
 def _linear(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
-    """Positions are divided by the factor."""
-    return base / group["factor"], 1.0, f"factor {group['factor']:g}"
-
-
-def _proportional(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
-    """Positions are divided by the factor, if there is one."""
+    """Positions are divided by the factor. Equals default without one."""
     factor = group["factor"]
     return base / factor, 1.0, f"factor {factor:g}" if factor != 1 else ""
 
@@ -229,7 +224,7 @@ TYPES = {
     "default": RopeType(compute=lambda group, base, row_tokens: (base, 1.0, "")),
     "linear": RopeType(compute=_linear, required=("factor",), extends_range=True),
     "proportional": RopeType(
-        compute=_proportional, optional=("factor",), extends_range=True, is_proportional=True
+        compute=_linear, optional=("factor",), extends_range=True, is_proportional=True
     ),
     "dynamic": RopeType(compute=_dynamic, required=("factor",), needs_range=True),
     "llama3": RopeType(

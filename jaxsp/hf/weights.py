@@ -29,7 +29,7 @@ from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder, model_config, multimodal, tensors, token_ids
 from jaxsp.hf.families import FAMILIES, find_text_family
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.hf.multimodal import PROCESSOR_FILES, OtherParts
+from jaxsp.hf.multimodal import PROCESSOR_FILES
 from jaxsp.hf.tensors import DTYPES, Index, StoredTensor, Tensor
 from jaxsp.model import decoder
 
@@ -116,6 +116,10 @@ class WeightReader:
                 return False
         return True
 
+    def find_stored_name(self, name: str) -> str:
+        """Name in the files of a tensor that is neither fused nor divided in them."""
+        return self.tensors[name].parts[0].name
+
     def list_files(self) -> list[pathlib.Path]:
         """Files that the tensors are in."""
         return sorted({part.file for view in self.tensors.values() for part in view.parts})
@@ -183,7 +187,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         return reader
 
 
-def open_other_parts(source: ModelFolder, model: ModelConfig) -> OtherParts:
+def open_other_parts(source: ModelFolder, model: ModelConfig) -> WeightReader:
     """Opens the files of a multimodal checkpoint, after downloading those that are on the hub.
 
     Args: model: the trained text model; its adapters are left out.
@@ -197,9 +201,7 @@ def open_other_parts(source: ModelFolder, model: ModelConfig) -> OtherParts:
         )
     reader = open_folder(source, decoder.plain_table(model))
     source.download_files(PROCESSOR_FILES)
-    # no family with other parts has divided tensors
-    text_names = {name: view.parts[0].name for name, view in reader.tensors.items()}
-    return OtherParts(source=source, text_names=text_names, tensors=reader.other_tensors)
+    return reader
 
 
 def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
@@ -320,7 +322,7 @@ def export_model(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     max_shard_size: str | int = "5GB",
     small_files: pathlib.Path | None = None,
-    other_parts: OtherParts | None = None,
+    other_parts: WeightReader | None = None,
 ) -> None:
     """Writes a folder that transformers loads, with `create_folder`: configs, tokenizer, weights.
 
@@ -340,9 +342,9 @@ def export_model(
     named: dict[str, ExportTensor | StoredTensor] = {**list_tensors(master, table, dtype)}
     assert (other_parts is not None) == multimodal.are_exported(fields), "the caller opens them"
     if other_parts is not None:
-        config = other_parts.add_fields(config)
-        named = {other_parts.text_names[name]: tensor for name, tensor in named.items()}
-        named |= other_parts.tensors
+        config = multimodal.add_other_fields(config, other_parts.source.config_fields)
+        named = {other_parts.find_stored_name(name): tensor for name, tensor in named.items()}
+        named |= other_parts.other_tensors
     with create_folder(directory) as target:
         write_json(target / "config.json", config)
         given_ids = {name: ids for name, ids in special.items() if ids is not None}

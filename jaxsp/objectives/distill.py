@@ -86,8 +86,16 @@ class Distill(TokenObjective):
                         f"itself is the teacher. Set {HERE}.teacher, or leave it out."
                     )
 
+    @property
+    def bytes_per_logit(self) -> int:
+        if self.predictions is not None:
+            return 6 if self.sft_weight else 4
+        return {"forward_kl": 1, "reverse_kl": 2, "jsd": 6}[self.divergence]
+
     def losses(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
         import jax.numpy as jnp
+
+        from jaxsp.core.batch import PREDICTIONS
 
         student_XV, teacher_XV = self._find_predictions(tokens)
         if self.divergence == "forward_kl":
@@ -102,8 +110,8 @@ class Distill(TokenObjective):
         losses_X = divergences_X
         if self.sft_weight:
             losses_X = losses_X - self.sft_weight * tokens.logps_X
-        if "teacher_ids" in tokens.numbers:  # the last class has all others
-            is_same_X = tokens.logits_XV.argmax(-1) == tokens.numbers["teacher_ids"][:, 0]
+        if PREDICTIONS in tokens.numbers:  # the last class has all others
+            is_same_X = tokens.logits_XV.argmax(-1) == tokens.numbers[PREDICTIONS][:, 0]
         else:
             is_same_X = student_XV.argmax(-1) == teacher_XV.argmax(-1)
         return losses_X, {
@@ -117,21 +125,47 @@ class Distill(TokenObjective):
         import jax
         import jax.numpy as jnp
 
-        logits_XV = tokens.logits_XV[:, : tokens.vocab_size] / self.temperature
-        student_XV = jax.nn.log_softmax(logits_XV)
-        if "teacher_ids" in tokens.numbers:
-            ids_XK = tokens.numbers["teacher_ids"]
-            chosen_XK = jnp.take_along_axis(student_XV, ids_XK, axis=-1)
-            rest_X1 = sum_others(student_XV, ids_XK)[:, None]
-            student_XK = jnp.concatenate([chosen_XK, rest_X1], axis=-1)
-            return student_XK, tokens.numbers["teacher_logps"]
-        teacher_logits_XV = tokens.teacher_logits_XV
-        assert teacher_logits_XV is not None, "the step runs the teacher"
-        teacher_logits_XV = teacher_logits_XV[:, : tokens.vocab_size] / self.temperature
-        return student_XV, jax.nn.log_softmax(teacher_logits_XV)
+        from jaxsp.core.batch import PREDICTIONS
+
+        student_XV = self._find_logps(tokens.logits_XV, tokens)
+        if (stored := tokens.numbers.get(PREDICTIONS)) is not None:
+            ids_XK, bits_XK = jnp.split(stored, [self.top_k], axis=-1)
+            return _select(student_XV, ids_XK), jax.lax.bitcast_convert_type(bits_XK, jnp.float32)
+        return student_XV, self._find_logps(tokens.teacher_logits_XV, tokens)
+
+    def _find_logps(self, logits_XV: Any, tokens: TileTokens) -> Any:
+        """Log-probabilities of the ids that both models have."""
+        import jax
+
+        return jax.nn.log_softmax(logits_XV[:, : tokens.vocab_size] / self.temperature)
+
+    @property
+    def predictions_width(self) -> int:
+        """Number of values that are stored for each token: see `core.batch.PREDICTIONS`."""
+        return 2 * self.top_k + 1
+
+    def predict(self, tokens: TileTokens) -> dict[str, Any]:
+        """Predictions to store, if the tokens have the logits of the teacher."""
+        import jax
+        import jax.numpy as jnp
+
+        from jaxsp.core.batch import PREDICTIONS
+
+        logps_XV = self._find_logps(tokens.logits_XV, tokens)
+        _, ids_XK = jax.lax.top_k(logps_XV, self.top_k)
+        bits_XK = jax.lax.bitcast_convert_type(_select(logps_XV, ids_XK), jnp.int32)
+        return {PREDICTIONS: jnp.concatenate([ids_XK, bits_XK], axis=-1)}
 
 
-def sum_others(logits_XV: Any, ids_XK: Any) -> Any:
+def _select(logps_XV: Any, ids_XK: Any) -> Any:
+    """Log-probabilities of some tokens and, as the last class, of all others together."""
+    import jax.numpy as jnp
+
+    chosen_XK = jnp.take_along_axis(logps_XV, ids_XK, axis=-1)
+    return jnp.concatenate([chosen_XK, _sum_others(logps_XV, ids_XK)[:, None]], axis=-1)
+
+
+def _sum_others(logits_XV: Any, ids_XK: Any) -> Any:
     """Log-sum-exp of the logits of all tokens except those of `ids_XK`, float32[X]."""
     import jax
     import jax.numpy as jnp

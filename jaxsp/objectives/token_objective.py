@@ -72,6 +72,12 @@ class TokenObjective(Objective, abc.ABC):
         return losses_X, {"cross_entropy": -tokens.logps_X} | numbers
 
     @property
+    def bytes_per_logit(self) -> int:
+        """Memory for each logit of the model in a tile, beside what cross entropy needs and the
+        teacher's logits. For estimates, as measured of programs for GPUs."""
+        return 2
+
+    @property
     def has_document_sums(self) -> bool:
         """True if losses depend on `sum_over_documents`. A step then computes all logits twice."""
         return False

@@ -58,6 +58,10 @@ def format_result(line: Line, *, with_step: bool = True) -> str:
             text += f" (worst depth {worst}: {by_depth[worst]:.1%})"
         return f"{text}, answer loss {_format_number(line['answer_loss'])}"
     parts = [f"loss {_format_number(line['loss'])}"]
+    of_labels = "loss"
+    if "cross_entropy" in line:  # the objective has another loss
+        of_labels = "cross entropy"
+        parts.append(f"{of_labels} {_format_number(line['cross_entropy'])}")
     if line["perplexity"] is not None:
         parts.append(f"perplexity {line['perplexity']:.4g}")
     if "num_pairs" in line:
@@ -70,7 +74,7 @@ def format_result(line: Line, *, with_step: bool = True) -> str:
         accuracy = _format_number(line["token_accuracy"])
         parts.append(f"token accuracy {accuracy} over {loss_tokens}")
     if line["loss_per_doubling"] is not None:
-        parts.append(f"loss {line['loss_per_doubling']:+.4f} per doubling of the position")
+        parts.append(f"{of_labels} {line['loss_per_doubling']:+.4f} per doubling of the position")
     if line["num_key_tokens"] is not None:
         value = "undefined" if line["long_ppl"] is None else f"{line['long_ppl']:.4g}"
         parts.append(f"LongPPL {value} over {format_count(line['num_key_tokens'], 'key token')}")

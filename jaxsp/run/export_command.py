@@ -10,8 +10,7 @@ from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, multimodal, peft
-from jaxsp.hf.multimodal import OtherParts
-from jaxsp.hf.weights import check_target, export_model, open_other_parts
+from jaxsp.hf.weights import WeightReader, check_target, export_model, open_other_parts
 from jaxsp.model import adapters
 from jaxsp.run import config_file, merging, model_files, resume, stop_tokens
 from jaxsp.run.config_file import Config
@@ -145,7 +144,7 @@ def export(
 
 def _open_other_parts(
     name: str, source: str | None, config: Config, model: ModelConfig, *, kind: str
-) -> OtherParts:
+) -> WeightReader:
     """Opens the other parts of the multimodal checkpoint that a run started from."""
     if source is not None:
         return open_other_parts(folder.find(source, field="--source"), model)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import Lora, ModelConfig
@@ -80,29 +80,24 @@ def merge_state(
     return plain_table, jax.tree.map(merge, plain_table)
 
 
-def make_layer_readers(
-    weights: layers.Weights, *, table: layers.Weights, mesh: Mesh
-) -> layers.Weights:
+def make_layer_readers(weights: layers.Weights, *, table: layers.Weights) -> layers.Weights:
     """Functions that copy a layer of a weight, as it is stored, to the host of every process.
 
     Moves: the layer to all devices, if there are several processes, which must call together.
     Raises: UserError with several processes, if weights are in host memory.
     """
-    whole = NamedSharding(mesh, PartitionSpec())
-    take = jax.jit(lambda array, index: array[index], out_shardings=whole)
-    copy = jax.jit(lambda array: array, out_shardings=whole)
 
     def read(param: Parameter, stored: Any, layer: int | None) -> Any:
         def read_array(array: Any) -> np.ndarray:
-            if array.is_fully_addressable:
-                array = np.asarray(array) if host_memory.is_on_host(array) else array
-                return np.asarray(array if layer is None else array[param.find(layer)])
             if host_memory.is_on_host(array):
-                raise UserError(
-                    "weights: with several processes, they must be on the devices. Use "
-                    "memory.offload_optimizer=none."
-                )
-            return np.asarray(copy(array) if layer is None else take(array, param.find(layer)))
+                if not array.is_fully_addressable:
+                    raise UserError(
+                        "weights: with several processes, they must be on the devices. Use "
+                        "memory.offload_optimizer=none."
+                    )
+                array = np.asarray(array)
+            part = array if layer is None else array[param.find(layer)]
+            return np.asarray(multihost_utils.process_allgather(part, tiled=True))
 
         return jax.tree.map(read_array, stored)
 

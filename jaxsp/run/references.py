@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jaxsp.blocks import layers
 from jaxsp.core import files
 from jaxsp.core.units import format_count
-from jaxsp.data.ingest import source_files
+from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.evaluation import evaluator
@@ -68,7 +68,7 @@ class Reference:
         """Fingerprint of the weights, which changes when a file does."""
         opened = self.open()
         readers = filter(None, (opened.reader, opened.adapter_reader))
-        parts = [repr(source_files.file_identities(reader.list_files())) for reader in readers]
+        parts = [repr(sources.file_identities(reader.list_files())) for reader in readers]
         if opened.reader is None:
             parts.insert(0, f"random weights, seed {self.spec.config.seed}")
         return ", ".join(parts)

@@ -42,7 +42,7 @@ class RunConfig(ConfigSection):
     steps: Annotated[PositiveCount | None, with_examples(1000)] = None
     """Number of optimizer updates. Set this or epochs. Steps before a resume count, and a
     checkpoint is written after the last step."""
-    epochs: Annotated[PositiveNumber | None, with_examples(1)] = None
+    epochs: Annotated[PositiveNumber | None, with_examples(1, le=10**6)] = None
     """Number of passes over the training data. Set this or steps. A fraction ends within an epoch:
     0.5 trains on half of its rows, rounded up to whole steps."""
     log_every: PositiveCount = 1

@@ -1,24 +1,36 @@
 """Work of the command `jaxsp score`."""
 
+import dataclasses
 import functools
-import hashlib
-import os
+import io
+import json
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import numpy as np
 import rich.console
+from jax.experimental import multihost_utils
 
+from jaxsp.core import files
+from jaxsp.core.batch import PREDICTIONS
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_bytes, format_count
+from jaxsp.data.ingest import cache, sources
 from jaxsp.data.packing import dataset
+from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.evaluation import token_losses
 from jaxsp.hf import folder
 from jaxsp.objectives.distill import Distill
 from jaxsp.run import build, jax_limits, model_files, predictions
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
+from jaxsp.run.predictions import ARRAY, CHECKSUMS, META
 from jaxsp.system import distributed, jax_platform
 from jaxsp.system.cluster import Process
-from jaxsp.training import train_step
+from jaxsp.training import step_gradients, train_step
+from jaxsp.training.specs import StepSpec
 
 
 def score(config: Config, process: Process, console: rich.console.Console) -> None:
@@ -35,62 +47,109 @@ def score(config: Config, process: Process, console: rich.console.Console) -> No
     jax_limits.choose_platform(config, process)
     jax_platform.enable_cache(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
-    live = objective.model_copy(update={"predictions": None})
+    live = objective.model_copy(update={"predictions": None, "top_k": 64})
     prepared = build.prepare_model(
         config.model_copy(update={"objective": live}),
         devices=jax.devices(),
         problems=ProblemCollector(),
     )
-    assert prepared.train_set is not None, "prepared for training"
     spec = prepared.spec
-    assert spec.teacher is not None, "the objective has a teacher"
-    assert spec.common_vocab_size is not None, "known with the teacher"
-    if objective.top_k >= spec.common_vocab_size:
+    assert spec.teacher is not None, "the objective has one"
+    vocab_size = spec.common_vocab_size
+    assert vocab_size is not None, "known with the teacher"
+    if objective.top_k >= vocab_size:
         raise UserError(
-            f"objective.top_k = {objective.top_k}: must be less than the "
-            f"{spec.common_vocab_size:,} tokens of the vocabulary. Use a smaller one."
+            f"objective.top_k = {objective.top_k}: must be less than the {vocab_size:,} tokens of "
+            "the vocabulary. Use a smaller one."
         )
     print_line = functools.partial(output.print_line, console)
-    data_sets = [prepared.train_set, *prepared.eval_sets]
+    data_sets = [*filter(None, [prepared.train_set]), *prepared.eval_sets]
     num_tokens = sum(int(data.documents.lengths.sum()) for data in data_sets)
-    size = format_bytes(num_tokens * 4 * (2 * objective.top_k + 1))
+    size = format_bytes(num_tokens * 4 * objective.predictions_width)
     print_line(
         f"{format_count(num_tokens, 'token')}, the {objective.top_k} likeliest after each: {size} "
         f"in {objective.predictions}"
     )
-    teacher = spec.teacher.respec(rows_per_step=spec.global_microbatch_rows)
+    teacher = dataclasses.replace(
+        spec.teacher.respec(rows_per_step=spec.global_microbatch_rows), common_vocab_size=vocab_size
+    )
     source = folder.find(str(objective.teacher), field="objective.teacher")
     opened = model_files.open_weights(teacher, source, None)
     assert opened.reader is not None, "a teacher has files"
-    meta = {
-        "teacher": objective.teacher,
-        "ends_of_files": [*map(_digest_end, opened.reader.list_files())],
-        "vocab_size": spec.common_vocab_size,
-    }
-    weights = opened.make()
-    compute = train_step.compile_top_k(
-        teacher,
-        top_k=objective.top_k,
-        temperature=objective.temperature,
-        vocab_size=spec.common_vocab_size,
-    )
+    identity = repr(sources.file_identities(opened.reader.list_files()))
+    compute = functools.partial(step_gradients.compute_numbers, teacher, objective.predict)
+    compute = functools.partial(train_step.compile_forward(teacher, compute), opened.make())
     for data in data_sets:
-        predictions.write(
+        _write(
             predictions.find_folder(objective, data, model_ids=spec.model.vocab_size),
             dataset.pack_documents(
                 data.name, data.documents, **teacher.config.packing, digests=data.digests
             ),
-            meta,
-            compute=functools.partial(compute, weights),
+            {"teacher": identity, "vocab_size": vocab_size},
+            compute=compute,
             spec=teacher,
-            top_k=objective.top_k,
+            width=objective.predictions_width,
             print_line=print_line,
         )
     distributed.shutdown()
 
 
-def _digest_end(path: pathlib.Path) -> str:
-    """Digest of the last weights of a file, which differ after any training."""
-    with path.open("rb") as file:
-        file.seek(-min(2**20, path.stat().st_size), os.SEEK_END)
-        return hashlib.sha256(file.read()).hexdigest()
+def _write(
+    folder: pathlib.Path,
+    rows: PackedDataset,
+    meta: dict[str, Any],
+    *,
+    compute: Callable[[Any], dict[str, Any]],
+    spec: StepSpec,
+    width: int,
+    print_line: Callable[[str], None],
+) -> None:
+    """Computes and writes the predictions of one data set, or those that are missing.
+
+    All processes call it together; process 0 reads and writes the files.
+
+    Args: meta: content of meta.json. compute: predictions of a batch.
+    Raises: UserError if the files of the teacher have changed.
+    """
+    values = None
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if files.read_json(folder / META) not in (None, meta):
+            raise UserError(
+                f"objective.predictions: {folder} has those of other files of the teacher. Name "
+                "another folder, or remove it."
+            )
+        files.write_atomic(folder / META, json.dumps(meta))
+        (folder / ARRAY).touch()
+        shape = (int(rows.documents.lengths.sum()), width)
+        values = np.memmap(folder / ARRAY, np.int32, "r+", shape=shape)  # zeros if it is new
+    if _is_true_in_first_process((folder / CHECKSUMS).is_file()):
+        print_line(f"{rows.name}: complete")
+        return
+    schedule = rows.make_schedule(spec.config.rows_per_step, epochs=1)
+    loader = rows.make_loader(schedule, spec.placement)
+    for number, (batch, counts) in enumerate(loader.batches(), 1):
+        index_T, document_T, position_T = token_losses.find_places(
+            counts, spec.placement.layout, row_tokens=spec.config.row_tokens
+        )
+        place_T = rows.documents.first_tokens[document_T] + position_T
+        # the last log-probability is that of all other tokens, which is never 0
+        is_written = values is not None and bool(values[place_T, -1].all())
+        if not _is_true_in_first_process(is_written):
+            computed = np.asarray(compute(batch)[PREDICTIONS])
+            if values is not None:
+                values[place_T] = computed.reshape(-1, width)[index_T]
+        if number % max(1, len(schedule) // 10) == 0:
+            print_line(f"{rows.name}: batch {number:,} of {len(schedule):,}")
+    if values is not None:
+        values.flush()
+        content = io.BytesIO()
+        np.save(content, cache.compute_block_checksums(values.reshape(-1)))
+        files.write_atomic(folder / CHECKSUMS, content.getvalue())
+    print_line(
+        f"{rows.name}: {format_count(int(rows.documents.lengths.sum()), 'token')} -> {folder}"
+    )
+
+
+def _is_true_in_first_process(value: bool) -> bool:
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))

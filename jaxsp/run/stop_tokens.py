@@ -12,7 +12,7 @@ from typing import Any
 from jaxsp.config import json_values
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import turn_ends
+from jaxsp.data.chat import chat_template
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.tokenization import tokenize
 from jaxsp.hf import folder, weights
@@ -70,7 +70,7 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
             )
         except UserError:  # several templates, none of which is for all records
             break
-        end = turn_ends.find(tokenizer, renderer.template)
+        end = chat_template.find_turn_end(tokenizer, renderer.template)
         alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(x)) for x in end.stops)
         description = ""
         if end.stops:

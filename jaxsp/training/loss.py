@@ -14,7 +14,6 @@ from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.model import tiling
-from jaxsp.objectives import distill
 from jaxsp.objectives.token_objective import TileTokens
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Sums
@@ -85,51 +84,52 @@ class Head:
             teacher_VD, _ = self.teacher.gather_weights(self.teacher.shard)
         return self.gather.all_gather(self.param, shard), teacher_VD
 
-    def compute_logits(self, head_VD: Array, hidden_XD: Array) -> tuple[Array, Callable]:
+    def compute_logits(self, head_VD: Array, tile: "Tile") -> tuple[Array, Callable]:
         """Logits, and the function that makes their gradient that of the products of hidden states
         and head."""
         products_XV = jnp.einsum(
-            "XD,VD->XV", hidden_XD, head_VD, preferred_element_type=jnp.float32
+            "XD,VD->XV", tile.hidden_XD, head_VD, preferred_element_type=jnp.float32
         )
         return jax.vjp(self.transform_logits, products_XV)
 
+    def make_tokens(
+        self, heads: tuple[Array, Array | None], tile: "Tile", logits_XV: Array
+    ) -> TileTokens:
+        """Tokens of a tile as `tile_loss` gets them."""
+        numbers = dict(tile.numbers or {})
+        teacher_logits_XV = None
+        if self.teacher is not None:
+            assert heads[1] is not None, "gathered together"
+            of_teacher = tile._replace(hidden_XD=numbers.pop(TEACHER_HIDDEN))
+            teacher_logits_XV, _ = self.teacher.compute_logits(heads[1], of_teacher)
+        return TileTokens(
+            logits_XV=logits_XV,
+            labels_X=jnp.maximum(tile.labels_X, 0),
+            vocab_size=self.vocab_size,
+            teacher_logits_XV=teacher_logits_XV,
+            numbers=numbers,
+        )
+
     def compute_tile(self, heads: tuple[Array, Array | None], tile: "Tile") -> "_TileLosses":
         """Losses of the tokens of a tile, and their gradients."""
-        logits_XV, pull_logits = self.compute_logits(heads[0], tile.hidden_XD)
+        logits_XV, pull_logits = self.compute_logits(heads[0], tile)
         has_label_X = tile.labels_X != NO_LABEL
-        known_labels_X = jnp.where(has_label_X, tile.labels_X, 0)
         measured: dict[str, Array] = {}
-        compute_losses = self.tile_loss
-        if compute_losses is None:
+        tile_loss = self.tile_loss
+        if tile_loss is None:
+            known_labels_X = jnp.where(has_label_X, tile.labels_X, 0)
             best_X, losses_X, dlogits_XV = _cross_entropy(logits_XV, known_labels_X)
         else:
-            numbers = dict(tile.numbers or {})
-            teacher_logits_XV = None
-            if self.teacher is not None:
-                assert heads[1] is not None, "gathered together"
-                hidden_XD = numbers.pop(TEACHER_HIDDEN)
-                teacher_logits_XV, _ = self.teacher.compute_logits(heads[1], hidden_XD)
-            tokens = TileTokens(
-                logits_XV=logits_XV,
-                labels_X=known_labels_X,
-                vocab_size=self.vocab_size,
-                teacher_logits_XV=teacher_logits_XV,
-                numbers=numbers,
-            )
-
-            def compute(logits_XV: Array) -> tuple[Array, dict[str, Array]]:
-                return compute_losses(dataclasses.replace(tokens, logits_XV=logits_XV))
-
+            tokens = self.make_tokens(heads, tile, logits_XV)
+            compute = lambda x_XV: tile_loss(dataclasses.replace(tokens, logits_XV=x_XV))
             losses_X, pull, measured = jax.vjp(compute, logits_XV, has_aux=True)
             (dlogits_XV,) = pull(jnp.ones_like(losses_X))
             best_X = logits_XV.argmax(-1).astype(jnp.int32)
+        keep = lambda values_X: _apply_weights(values_X, has_label_X, None)
         return _TileLosses(
-            losses_X=_apply_weights(losses_X, has_label_X, None),
+            losses_X=keep(losses_X),
             is_correct_X=has_label_X & (best_X == tile.labels_X),
-            measured={
-                name: _apply_weights(values_X, has_label_X, None)
-                for name, values_X in measured.items()
-            },
+            measured=jax.tree.map(keep, measured),
             dlogits_XV=dlogits_XV,
             pull_logits=pull_logits,
         )
@@ -256,40 +256,20 @@ def compute_token_losses(
 
 def compute_numbers(
     tokens: Tile, head: Head, compute: Callable[[TileTokens], dict[str, Array]]
-) -> dict[str, Float32[Array, "B l"]]:
-    """Numbers of each of this device's tokens, 0 without a label; without gradients."""
+) -> dict[str, Array]:
+    """Numbers of each of this device's tokens, without gradients; undefined without a label.
+
+    Args: compute: numbers of the tokens of a tile; may have dims after that of the tokens.
+    """
     tokens = jax.lax.stop_gradient(tokens)
     heads = head.gather_weights(jax.lax.stop_gradient(head.shard))
-    measure = lambda tile: (tile.logits_XV[:, 0], compute(tile))
-    head = dataclasses.replace(head, tile_loss=measure)
-    numbers_TX = jax.lax.map(
-        lambda tile: head.compute_tile(heads, tile).measured, tokens.split(head.tile)
-    )
+
+    def compute_tile(tile: Tile) -> dict[str, Array]:
+        return compute(head.make_tokens(heads, tile, head.compute_logits(heads[0], tile)[0]))
+
+    numbers_TX = jax.lax.map(compute_tile, tokens.split(head.tile))
     join = functools.partial(tiling.join_tiles, tile_ndim=1, lead=tokens.labels_X.shape)
     return jax.tree.map(join, numbers_TX)
-
-
-def compute_top_k(
-    tokens: Tile, head: Head, *, top_k: int, temperature: float, vocab_size: int
-) -> tuple[Int32[Array, "B l K"], Float32[Array, "B l K1"]]:
-    """The likeliest next tokens after each of this device's tokens, the first first; and their
-    log-probabilities and that of all others together, of the softmax of logits / temperature.
-
-    Args: vocab_size: number of ids that the softmax is over.
-    """
-    heads = head.gather_weights(head.shard)
-
-    def compute(tile: Tile) -> tuple[Array, Array]:
-        logits_XV = head.compute_logits(heads[0], tile.hidden_XD)[0][:, :vocab_size] / temperature
-        chosen_XK, ids_XK = jax.lax.top_k(logits_XV, top_k)
-        log_sum_X = jax.nn.logsumexp(logits_XV, axis=-1)
-        rest_X = distill.sum_others(logits_XV, ids_XK)
-        logps_XK = jnp.concatenate([chosen_XK, rest_X[:, None]], axis=-1) - log_sum_X[:, None]
-        return ids_XK, logps_XK
-
-    ids_TXK, logps_TXK = jax.lax.map(compute, tokens.split(head.tile))
-    join = functools.partial(tiling.join_tiles, tile_ndim=1, lead=tokens.labels_X.shape)
-    return join(ids_TXK), join(logps_TXK)
 
 
 def _sum_tile(losses: _TileLosses, tile: Tile) -> Sums:

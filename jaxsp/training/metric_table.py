@@ -51,25 +51,10 @@ def divide(numerator: Any, denominator: Any) -> Any:
     return numerator / make_divisor(denominator)
 
 
-def _mean_of(name: str, sums: Sums) -> Any:
-    """Mean over the answers of one kind, such as `chosen_reward`."""
-    return divide(sums[f"{name}_sum"], sums[f"num_{name.split('_')[0]}"])
-
-
-def _token_mean(name: str, meaning: str) -> Metric:
-    """Metric that is a mean over loss tokens: see `TokenObjective.losses`."""
-    compute = lambda sums: divide(sums[f"{name}_sum"], sums["num_loss_tokens"])
-    return Metric(meaning, compute, needs=f"{name}_sum")
-
-
-def _mean_metric(name: str, meaning: str) -> Metric:
-    """Metric that is a mean over the answers of one kind."""
-    return Metric(
-        meaning,
-        lambda sums: _mean_of(name, sums),
-        needs="num_chosen",
-        counted=f"num_{name.split('_')[0]}",
-    )
+def _mean(name: str, meaning: str, counted: str = "num_loss_tokens") -> Metric:
+    """Metric that is a mean, of numbers of loss tokens if not of others that are counted."""
+    compute = lambda sums: divide(sums[f"{name}_sum"], sums[counted])
+    return Metric(meaning, compute, needs=f"{name}_sum", counted=counted)
 
 
 METRICS = {
@@ -86,16 +71,16 @@ METRICS = {
         lambda sums: divide(sums["num_correct"], sums["num_loss_tokens"]),
         needs="num_correct",
     ),
-    "cross_entropy": _token_mean(
+    "cross_entropy": _mean(
         "cross_entropy",
         "Mean cross entropy of the loss tokens, if the objective has another loss for them.",
     ),
-    "divergence": _token_mean(
+    "divergence": _mean(
         "divergence",
         "Mean divergence from the teacher's predictions, without the term of sft_weight. Of the "
         "objective distill, like teacher_agreement.",
     ),
-    "teacher_agreement": _token_mean(
+    "teacher_agreement": _mean(
         "teacher_agreement",
         "Fraction of loss tokens for which model and teacher have the same top-1 prediction.",
     ),
@@ -128,24 +113,33 @@ METRICS = {
     ),
     "reward_margin": Metric(
         "chosen_reward minus rejected_reward.",
-        lambda sums: _mean_of("chosen_reward", sums) - _mean_of("rejected_reward", sums),
+        lambda sums: (
+            divide(sums["chosen_reward_sum"], sums["num_chosen"])
+            - divide(sums["rejected_reward_sum"], sums["num_rejected"])
+        ),
         needs="num_chosen",
         counted="num_both",
     ),
-    "chosen_reward": _mean_metric(
-        "chosen_reward", "Mean reward of chosen answers, or of desirable ones."
+    "chosen_reward": _mean(
+        "chosen_reward",
+        "Mean reward of chosen answers, or of desirable ones.",
+        "num_chosen",
     ),
-    "rejected_reward": _mean_metric(
-        "rejected_reward", "Mean reward of rejected answers, or of undesirable ones."
+    "rejected_reward": _mean(
+        "rejected_reward",
+        "Mean reward of rejected answers, or of undesirable ones.",
+        "num_rejected",
     ),
-    "chosen_logp": _mean_metric(
+    "chosen_logp": _mean(
         "chosen_logp",
         "Mean log-probability of chosen answers, or of desirable ones: the sum over an answer's "
         "tokens. For reward the score.",
+        "num_chosen",
     ),
-    "rejected_logp": _mean_metric(
+    "rejected_logp": _mean(
         "rejected_logp",
         "Mean log-probability of rejected answers, or of undesirable ones. For reward the score.",
+        "num_rejected",
     ),
     "kl": Metric(
         "Reference point of kto: mean log-ratio of mismatched answers over the step, at least 0.",
@@ -157,24 +151,24 @@ METRICS = {
         operator.itemgetter("num_trajectories"),
         needs="num_trajectories",
     ),
-    "ratio": _token_mean(
+    "ratio": _mean(
         "ratio",
         "Mean ratio of a loss token's probabilities by the model and by the one that sampled it; "
         "with importance_sampling_level sequence, of its trajectory.",
     ),
     "ratio_max": Metric("Largest ratio.", operator.itemgetter("ratio_max"), needs="ratio_max"),
-    "clip_low": _token_mean(
+    "clip_low": _mean(
         "clip_low",
         "Fraction of loss tokens with a negative advantage and a ratio below the lower bound.",
     ),
-    "clip_high": _token_mean(
+    "clip_high": _mean(
         "clip_high",
         "Fraction of loss tokens with a positive advantage and a ratio above the upper bound.",
     ),
-    "reference_kl": _token_mean(
+    "reference_kl": _mean(
         "reference_kl", "Mean KL divergence from the reference model, as in the loss, before beta."
     ),
-    "entropy": _token_mean(
+    "entropy": _mean(
         "entropy", "Mean entropy of the predictions at loss tokens, at the objective's temperature."
     ),
     "router_max_load": Metric(

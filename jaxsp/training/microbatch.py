@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32
 
 from jaxsp.blocks import dropout, layers
 from jaxsp.blocks.dropout import Keys
@@ -14,7 +14,7 @@ from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, Batch, step_row_index
 from jaxsp.experts import routing
 from jaxsp.model import decoder
-from jaxsp.objectives.token_objective import LENGTH, TokenObjective
+from jaxsp.objectives.token_objective import LENGTH, TileTokens, TokenObjective
 from jaxsp.sharding.sharding import Shard
 from jaxsp.system import device_mesh
 from jaxsp.training import loss, metric_table, pair_losses, segments
@@ -114,21 +114,16 @@ def compute_token_losses(
     return losses_Bl, is_correct_Bl, sums | statistics
 
 
-def compute_top_k(
+def compute_numbers(
     spec: StepSpec,
     values: layers.Weights,
     batch: Batch,
-    *,
-    top_k: int,
-    temperature: float,
-    vocab_size: int,
-) -> tuple[Int32[Array, "B l K"], Float32[Array, "B l K1"]]:
-    """Predictions of this device's tokens in a microbatch: see `loss.compute_top_k`."""
-    holders = spec.gather.make_grad_holders(spec.table, values)
+    compute: Callable[[TileTokens], dict[str, Array]],
+) -> dict[str, Array]:
+    """Numbers of this device's tokens in a microbatch: see `loss.compute_numbers`."""
+    holders = spec.gather.make_grad_holders(spec.state_table, values)
     tokens, head, _ = _run_model(spec, values, holders, batch, None)
-    return loss.compute_top_k(
-        tokens, head, top_k=top_k, temperature=temperature, vocab_size=vocab_size
-    )
+    return loss.compute_numbers(tokens, head, compute)
 
 
 def _run_model(
@@ -151,11 +146,6 @@ def _run_model(
         hidden_BlD, tokens_BL = jax.lax.optimization_barrier((hidden_BlD, batch.tokens_BL))
         batch = dataclasses.replace(batch, tokens_BL=tokens_BL)
         numbers[loss.TEACHER_HIDDEN] = hidden_BlD
-    if batch.predictions_BLK is not None:
-        top_k = batch.predictions_BLK.shape[-1] // 2
-        ids_BlK, bits_BlK = jnp.split(batch.predictions_BLK, [top_k], axis=-1)
-        numbers["teacher_ids"] = ids_BlK
-        numbers["teacher_logps"] = jax.lax.bitcast_convert_type(bits_BlK, jnp.float32)
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
     tokens = Tile(hidden_BlD, batch.labels_BL, batch.weights_BL, numbers)
     head = dataclasses.replace(head, teacher=teacher)
@@ -171,12 +161,15 @@ def _sum_documents(
     spec: StepSpec, objective: TokenObjective, batch: Batch, tokens: Tile, head: Head
 ) -> dict[str, Array]:
     """Numbers of the document of each token, which an objective by document needs."""
-    has_label_Bl = (batch.labels_BL != NO_LABEL).astype(jnp.float32)
-    sums = {}
+    numbers = {LENGTH: jnp.ones(batch.labels_BL.shape, jnp.float32)}
     if objective.has_document_sums:
-        sums = loss.compute_numbers(tokens, head, objective.sum_over_documents)
-    spread = functools.partial(segments.sum_over_segments, spec, rows=batch)
-    return jax.tree.map(spread, sums) | {LENGTH: jnp.maximum(spread(has_label_Bl), 1)}
+        numbers |= loss.compute_numbers(tokens, head, objective.sum_over_documents)
+    keep = lambda values_Bl: jnp.where(batch.labels_BL != NO_LABEL, values_Bl, 0)
+    sums = {
+        name: segments.sum_over_segments(spec, keep(values_Bl), batch)
+        for name, values_Bl in numbers.items()
+    }
+    return sums | {LENGTH: jnp.maximum(sums[LENGTH], 1)}
 
 
 def _run_layers(

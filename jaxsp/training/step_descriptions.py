@@ -13,7 +13,7 @@ from jaxsp.training.specs import StepSpec
 
 
 def describe_objective(spec: StepSpec, reference: str = "the model of step 0") -> str:
-    """Describes the objective; empty for sft.
+    """Describes the objective; empty for sft. Of objectives of tokens, it leaves out defaults.
 
     Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is the model of step 0`.
     """
@@ -21,7 +21,13 @@ def describe_objective(spec: StepSpec, reference: str = "the model of step 0") -
     if isinstance(objective, Sft):
         return ""
     show = lambda value: f"{value:g}" if isinstance(value, float) else format_value(value)
-    values = [f"{name} {show(value)}" for name, value in objective if name != "type"]
+    values = [
+        f"{name} {show(value)}"
+        for name, value in objective
+        if name in ("loss_type", "divergence")
+        or (name != "type" and objective.has_pairs)
+        or value != type(objective).model_fields[name].default
+    ]
     text = f"{objective.type}: {', '.join(values)}"
     if (teacher := spec.teacher) is not None:
         text += f"; the teacher has {flops.num_parameters(teacher.table):,} parameters"

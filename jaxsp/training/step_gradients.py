@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float32, Int8, Int32
+from jaxtyping import Array, Float32, Int8
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, Batch, partition_specs
-from jaxsp.objectives.token_objective import TokenObjective
+from jaxsp.objectives.token_objective import TileTokens, TokenObjective
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import metric_table, microbatch
 from jaxsp.training.metric_table import Sums
@@ -177,17 +177,20 @@ def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -
     return _run_on_mesh(spec, local, master, batch, out_specs=specs)
 
 
-def compute_top_k(
-    spec: StepSpec, master: layers.Weights, batch: Batch, **options: Any
-) -> tuple[Int32[Array, "microbatches B L K"], Float32[Array, "microbatches B L K1"]]:
-    """Predictions of the tokens of a batch: see `loss.compute_top_k`. Call under jit."""
+def compute_numbers(
+    spec: StepSpec,
+    compute: Callable[[TileTokens], dict[str, Array]],
+    master: layers.Weights,
+    batch: Batch,
+) -> dict[str, Array]:
+    """Numbers of the tokens of a batch: see `loss.compute_numbers`. Call under jit."""
 
-    def local(master: layers.Weights, batch: Batch) -> tuple[Array, Array]:
+    def local(master: layers.Weights, batch: Batch) -> dict[str, Array]:
         values = spec.gather.add_scales(spec.state_table, master)
-        compute = lambda rows: microbatch.compute_top_k(spec, values, rows, **options)
-        return jax.lax.map(compute, batch.without_pairs())
+        compute_rows = lambda rows: microbatch.compute_numbers(spec, values, rows, compute)
+        return jax.lax.map(compute_rows, batch.without_pairs())
 
-    return _run_on_mesh(spec, local, master, batch, out_specs=(PER_TOKEN, PER_TOKEN))
+    return _run_on_mesh(spec, local, master, batch, out_specs=PER_TOKEN)
 
 
 def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:

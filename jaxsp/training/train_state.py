@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import batch
-from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, max_pairs
+from jaxsp.core.batch import PER_ROW, PER_TOKEN, PREDICTIONS, SPECS, Batch, Pairs, max_pairs
 from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import optimizer
 from jaxsp.sharding import quantization, sharding
@@ -106,22 +106,16 @@ def _abstract_batch(spec: StepSpec) -> Batch:
         )
         for name, partition in SPECS.items()
     }
+    labels = arrays["labels_BL"]
+    numbers = jax.ShapeDtypeStruct(labels.shape, jnp.float32, sharding=labels.sharding)
     if spec.has_weights:
-        labels = arrays["labels_BL"]
-        arrays["weights_BL"] = jax.ShapeDtypeStruct(
-            labels.shape, jnp.float32, sharding=labels.sharding
-        )
-    if isinstance(spec.objective, Distill) and spec.objective.predictions is not None:
-        labels = arrays["labels_BL"]
-        width = 2 * spec.objective.top_k + 1
-        arrays["predictions_BLK"] = jax.ShapeDtypeStruct(
-            (*labels.shape, width), jnp.int32, sharding=labels.sharding
-        )
+        arrays["weights_BL"] = numbers
     if names := spec.objective.needs:
-        numbers = jax.ShapeDtypeStruct(
-            arrays["labels_BL"].shape, jnp.float32, sharding=arrays["labels_BL"].sharding
-        )
         arrays["numbers_BL"] = dict.fromkeys(names, numbers)
+    if isinstance(spec.objective, Distill) and spec.objective.predictions is not None:
+        shape = (*labels.shape, spec.objective.predictions_width)
+        predictions = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=labels.sharding)
+        arrays["numbers_BL"] = {PREDICTIONS: predictions}
     if spec.objective.has_pairs:
         arrays["documents_BM"] = arrays["starts_BM"]
         num_pairs = max_pairs(

@@ -113,20 +113,14 @@ def compile_token_losses(spec: StepSpec) -> jax.stages.Compiled:
 
     Raises: as `compile`.
     """
-    return _compile_forward(spec, functools.partial(step_gradients.compute_token_losses, spec))
+    return compile_forward(spec, functools.partial(step_gradients.compute_token_losses, spec))
 
 
-def compile_top_k(spec: StepSpec, **options: Any) -> jax.stages.Compiled:
-    """Compiles `step_gradients.compute_top_k`, whose results all devices get.
+def compile_forward(spec: StepSpec, compute: Callable[..., Any]) -> jax.stages.Compiled:
+    """Compiles a function of weights and a batch, whose results all devices get.
 
     Raises: as `compile`.
     """
-    compute = functools.partial(step_gradients.compute_top_k, spec, **options)
-    return _compile_forward(spec, compute)
-
-
-def _compile_forward(spec: StepSpec, compute: Callable[..., Any]) -> jax.stages.Compiled:
-    """Compiles a function of weights and a batch, whose results all devices get."""
     state, batch = train_state.abstract_inputs(spec)
     replicated = NamedSharding(spec.mesh, PartitionSpec())
     lowered = jax.jit(compute, out_shardings=replicated).lower(state.master, batch)

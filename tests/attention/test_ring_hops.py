@@ -14,7 +14,7 @@ from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core import axes
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing import balance
+from jaxsp.data.packing import loader
 from tests import batches, tolerances
 from tests.attention import oracle, test_strategies
 
@@ -34,7 +34,7 @@ def test_a_hop_is_needed_if_a_device_has_work_on_its_keys(layout):
     arrays["lengths_BM"] = np.minimum(arrays["lengths_BM"], np.arange(60)[:, None] // 4)
     starts_BM = arrays["starts_BM"]
     lengths_BM = arrays["lengths_BM"]
-    works = balance.count_row_work(
+    works = loader.count_row_work(
         starts_BM.ravel(),
         lengths_BM.ravel(),
         np.arange(61) * starts_BM.shape[1],

@@ -15,4 +15,6 @@ def make_source(*, format: str, **fields: Any) -> Source:
 
 def read(source: Source, *, data: DataConfig) -> datasets.Dataset:
     """Returns the entries of a source as a table. Raises: as `Records.entries`."""
-    return datasets.Dataset.from_list([*sources.read(source, data=data).entries()])
+    entries = [*sources.read(source, data=data).entries()]
+    names = {x: "" if isinstance(entry[x], str) else None for entry in entries for x in entry}
+    return datasets.Dataset.from_list([names | entry for entry in entries])

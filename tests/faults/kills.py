@@ -4,6 +4,7 @@
     python -m tests.faults.kills --steps 90 --faults kill=8 kill-in-save=4 --meshes 2x4 8x1 1x2
     python -m tests.faults.kills --steps 30 --faults kill=4 --adapter lora
     python -m tests.faults.kills --steps 30 --faults kill=2 kill-in-save=2 --hybrid
+    python -m tests.faults.kills --steps 30 --faults kill=4 --objective distill
     python -m tests.faults.kills --steps 20000 --faults kill=20 kill-in-save=10 flip=5 term=15
 
 Exit code 0 if nothing is lost: each step has one line, and losses and weights are bitwise equal, or
@@ -30,7 +31,7 @@ import yaml
 
 from jaxsp.checkpoint import run_paths
 from jaxsp.core import files
-from tests import batches, commands, tolerances
+from tests import batches, commands, small_runs, tolerances
 
 KINDS = {
     "kill": "SIGKILL at any time, also at start and while compiling",
@@ -45,7 +46,14 @@ SAVE_EVERY = 3
 EVAL_EVERY = 10
 
 EXACT = (*commands.COUNTS, "learning_rate")
-ROUNDED = ("loss", "grad_norm", "token_accuracy")
+ROUNDED = (
+    *("loss", "grad_norm", "token_accuracy"),
+    *("cross_entropy", "divergence", "teacher_agreement"),
+    *("num_trajectories", "ratio", "ratio_max", "clip_low", "clip_high", "entropy"),
+)
+
+OBJECTIVES = ("sft", "distill", "predictions", "policy")
+"""predictions: distill with a teacher's stored predictions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,20 +122,32 @@ class Case:
         eval_every: int = EVAL_EVERY,
         adapter: str = "none",
         is_hybrid: bool = False,
+        objective: str = "sft",
     ):
         self.num_steps = num_steps
         config = folder / "config.yaml"
         self.undisturbed = Run(config, "undisturbed")
         self.faulty = Run(config, "faulty")
         lengths = [*np.random.default_rng(0).integers(1, 60, 120), 300]
-        commands.write_documents(folder / "train.jsonl", lengths)
-        commands.write_documents(folder / "eval.jsonl", [40, 20, 17], seed=1)
-        train = {"source": str(folder / "train.jsonl"), "format": "tokens"}
+        if objective == "policy":
+            commands.write_trajectories(folder / "train.jsonl", num_records=120)
+            commands.write_trajectories(folder / "eval.jsonl", num_records=3)
+        else:
+            commands.write_documents(folder / "train.jsonl", lengths)
+            commands.write_documents(folder / "eval.jsonl", [40, 20, 17], seed=1)
+        data_format = "trajectories" if objective == "policy" else "tokens"
+        train = {"source": str(folder / "train.jsonl"), "format": data_format}
         evaluation = {
             "source": str(folder / "eval.jsonl"),
-            "format": "tokens",
+            "format": data_format,
             "name": "held-out",
         }
+        objective_fields = {"type": objective}
+        if objective in ("distill", "predictions"):
+            objective_fields = {"type": "distill", "teacher": str(folder / "teacher")}
+            small_runs.write_model(folder / "teacher", batches.SMALL_LLAMA, std=0.4)
+        if objective == "predictions":
+            objective_fields["predictions"] = str(folder / "predictions")
         model = batches.UNEVEN_HYBRID if is_hybrid else batches.UNEVEN_LLAMA
         fields = {
             "run": {
@@ -148,9 +168,13 @@ class Case:
             # At 0.01, AdamW turns the rounding between two meshes into 3e-5 within 18 steps
             "optimizer": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1},
             "adapter": {"type": adapter},
+            "objective": objective_fields,
             "logging": {"trackers": []},
         }
         config.write_text(yaml.safe_dump(fields), encoding="utf-8")
+        if objective == "predictions" and not (folder / "predictions").exists():
+            done = commands.run_python("-m", "jaxsp.score", config)
+            assert done.returncode == 0, done.stderr
 
 
 def run_undisturbed(case: Case, mesh: str, *, timeout_s: float) -> tuple[float, list[int]]:
@@ -361,6 +385,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--eval-every", type=int, default=EVAL_EVERY)
     parser.add_argument("--adapter", default="none", metavar="TYPE", help="adapter.type")
     parser.add_argument("--hybrid", action="store_true", help="a model with gated delta nets")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="objective.type")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=3600, metavar="S")
     args = parser.parse_args(arguments)
@@ -384,6 +409,7 @@ def main(arguments: Sequence[str], *, folder: pathlib.Path) -> int:
         eval_every=args.eval_every,
         adapter=args.adapter,
         is_hybrid=args.hybrid,
+        objective=args.objective,
     )
     start_s = time.monotonic()
     first_step_s, memory_kib = run_undisturbed(case, args.meshes[0], timeout_s=args.patience)

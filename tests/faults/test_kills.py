@@ -23,10 +23,19 @@ def test_a_run_that_was_killed_is_bitwise_equal_to_an_undisturbed_one(killed):
     assert killed[1] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["--adapter", "dora"], ["--hybrid"]], ids=["dora", "hybrid"])
-def test_a_killed_run_of_another_model_is_bitwise_equal(tmp_path, words):
-    arguments = ["--meshes", "1x2", "--steps", str(NUM_STEPS), "--faults", "kill=2"]
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--objective", "predictions"],
+        pytest.param(["--objective", "distill"], marks=pytest.mark.slow),
+        pytest.param(["--objective", "policy"], marks=pytest.mark.slow),
+        pytest.param(["--adapter", "dora"], marks=pytest.mark.slow),
+        pytest.param(["--hybrid"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_a_killed_run_of_another_kind_is_bitwise_equal(tmp_path, words):
+    arguments = ["--meshes", "1x2", "--steps", str(NUM_STEPS), "--faults", "kill=1"]
     assert kills.main([*arguments, *words], folder=tmp_path) == 0
 
 

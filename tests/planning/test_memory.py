@@ -1,15 +1,19 @@
 """Memory of compiled steps for absent GPUs, against formulas."""
 
+import dataclasses
 import math
 
 import jax
 import pytest
 
 from jaxsp.hf import model_config
+from jaxsp.objectives.distill import Distill
+from jaxsp.objectives.policy import Policy
 from jaxsp.planning import absent, descriptions, estimate, fit, hlo, memory_problems
 from jaxsp.planning.fit import CompiledStep
 from jaxsp.sharding import host_offload
 from jaxsp.system.device_memory import MemoryLimit
+from jaxsp.training.specs import make_spec
 from tests import tolerances
 from tests.planning import programs
 
@@ -38,6 +42,33 @@ def check_prediction(step):
 
 def test_the_formula_that_chooses_what_is_compiled_is_near_the_memory_of_a_step(wide):
     check_prediction(wide)
+
+
+STORED = Distill(teacher="teacher", predictions="predictions", sft_weight=0.5)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Distill(teacher="teacher", divergence="jsd"),
+        STORED,
+        pytest.param(Policy(importance_sampling_level="sequence"), marks=pytest.mark.slow),
+        pytest.param(Distill(teacher="teacher"), marks=pytest.mark.slow),
+    ],
+    ids=["jsd", "stored predictions", "policy", "forward_kl"],
+)
+def test_the_formula_counts_the_copies_of_logits_of_an_objective(objective):
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    words = ("mesh.seq=4", "data.row_tokens=32768", "memory.loss_tile_tokens=4096")
+    config = programs.settings(*words, **SIZES | {"vocab_size": 65536})
+    model = model_config.parse_model_config(config.model.config)
+    common = model.vocab_size
+    if objective is not STORED:
+        model = dataclasses.replace(model, teacher=model)
+    step = dataclasses.replace(config.step, objective=objective)
+    spec = make_spec(step, model, devices=absent.make_devices("h100-80gb", 4))
+    spec = dataclasses.replace(spec, common_vocab_size=common)
+    check_prediction(absent.compile_step(spec))
 
 
 def test_all_arrays_of_a_step_are_read(wide):

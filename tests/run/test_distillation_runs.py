@@ -12,13 +12,10 @@ import rich.console
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, weights
-from jaxsp.model import decoder
 from jaxsp.run import build, config_file, score_command, trainer
 from jaxsp.system import distributed
 from jaxsp.system.cluster import Process
-from tests import batches, commands
-from tests.small_runs import make_fields
+from tests import batches, commands, small_runs
 
 TEACHER = batches.UNEVEN_LLAMA | {
     "num_hidden_layers": 3,
@@ -27,25 +24,11 @@ TEACHER = batches.UNEVEN_LLAMA | {
 }
 
 
-def write_model(directory: pathlib.Path, fields: dict[str, Any], *, std: float) -> None:
-    """Writes a model whose predictions differ from token to token if `std` is large."""
-    table = decoder.param_table(model_config.parse_model_config(fields))
-    rng = np.random.default_rng(3)
-    weights.export_model(
-        jax.tree.map(lambda p: rng.normal(p.mean, std, p.stacked_shape).astype(np.float32), table),
-        table=table,
-        fields=fields,
-        tokenizer=None,
-        directory=directory,
-        dtype="float32",
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distillation")
-    write_model(folder / "teacher", TEACHER, std=0.4)
-    write_model(folder / "student", batches.SMALL_LLAMA, std=0.1)
+    small_runs.write_model(folder / "teacher", TEACHER, std=0.4)
+    small_runs.write_model(folder / "student", batches.SMALL_LLAMA, std=0.1)
     commands.write_documents(folder / "train.jsonl", [*range(20, 60)])
     return folder
 
@@ -61,7 +44,7 @@ def settings(folder: pathlib.Path, name: str, *words: str, sizes: tuple[int, int
         "checkpoint": {"keep_latest": 9},
         "optimizer": {"schedule": "constant"},
     }
-    return config_file.parse(make_fields(folder, **sections), words)
+    return config_file.parse(small_runs.make_fields(folder, **sections), words)
 
 
 def run(config: Any) -> list[dict[str, Any]]:
@@ -72,6 +55,7 @@ def run(config: Any) -> list[dict[str, Any]]:
     return commands.read_lines(pathlib.Path(config.run.directory) / "metrics.jsonl")
 
 
+@pytest.mark.e2e
 def test_a_run_on_one_mesh_goes_on_on_another_and_its_model_is_used_without_the_teacher(
     folder, capsys
 ):
@@ -113,15 +97,15 @@ def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
     with pytest.raises(UserError, match=r"has none for these documents of train.*jaxsp score"):
         run(config)
     console = rich.console.Console(quiet=True)
-    compile_top_k = score_command.train_step.compile_top_k
+    compile_forward = score_command.train_step.compile_forward
 
-    def compile_and_fail(*args, **options):
-        compute = compile_top_k(*args, **options)
+    def compile_and_fail(*args):
+        compute = compile_forward(*args)
         calls = iter(range(2))
         return lambda *inputs: (next(calls), compute(*inputs))[1]
 
     with monkeypatch.context() as patch:  # as if it had been killed in the third batch
-        patch.setattr(score_command.train_step, "compile_top_k", compile_and_fail)
+        patch.setattr(score_command.train_step, "compile_forward", compile_and_fail)
         with pytest.raises(StopIteration):
             score_command.score(config, Process(), console)
     with pytest.raises(UserError, match="incomplete for train"):
@@ -129,7 +113,7 @@ def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
     # another mesh has other batches
     other_mesh = settings(folder, "stored", *words, *stored, sizes=(8, 1))
     score_command.score(other_mesh, Process(), console)
-    files = sorted((folder / "predictions").glob("*/predictions.npy"))
+    files = sorted((folder / "predictions").glob("*/predictions"))
     lines = run(config)
     for line, expected in zip(lines, run(settings(folder, "live", *words)), strict=True):
         for name in ("loss", "cross_entropy", "grad_norm", "teacher_agreement"):
@@ -145,7 +129,7 @@ def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
 
 def test_a_teacher_with_other_tokens_is_refused(folder):
     teacher = folder / "other"
-    write_model(teacher, TEACHER | {"vocab_size": 300}, std=0.1)
+    small_runs.write_model(teacher, TEACHER | {"vocab_size": 300}, std=0.1)
     from jaxsp.data.tokenization import tokenizers
 
     tokenizer = tokenizers.load(tokenizers.BYTE_TOKENIZER)

@@ -1,7 +1,5 @@
 """A run on trajectories in files: it resumes bit for bit, and evaluates and plans its objective."""
 
-import json
-
 import datasets
 import numpy as np
 import pytest
@@ -11,23 +9,6 @@ from tests import batches, commands, messages, small_runs
 pytestmark = pytest.mark.e2e
 
 METRICS = (*commands.COUNTS, "loss", "grad_norm", "num_trajectories", "ratio", "entropy")
-
-
-def write_trajectories(path, *, num_records):
-    rng = np.random.default_rng(4)
-    records = []
-    for _ in range(num_records):
-        length = rng.integers(10, 40)
-        num_prompt = rng.integers(1, 8)
-        num_sampled = int(length - num_prompt)
-        record = {
-            "input_ids": rng.integers(0, 257, length).tolist(),
-            "loss_mask": [0] * num_prompt + [1] * num_sampled,
-            "advantages": rng.normal(),
-            "old_logps": (-5.5 + 0.1 * rng.normal(size=num_sampled)).tolist(),
-        }
-        records.append(json.dumps(record))
-    path.write_text("\n".join(records))
 
 
 def make_fields(folder, name, **sections):
@@ -47,8 +28,8 @@ def make_fields(folder, name, **sections):
 
 def test_a_run_resumes_bit_for_bit_and_evaluates_its_objective(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    write_trajectories(tmp_path / "train.jsonl", num_records=20)
-    write_trajectories(tmp_path / "eval.jsonl", num_records=5)
+    commands.write_trajectories(tmp_path / "train.jsonl", num_records=20)
+    commands.write_trajectories(tmp_path / "eval.jsonl", num_records=5)
     fields = make_fields(tmp_path, "whole", objective=SEQUENCE)
     small_runs.train(fields)
     lines = commands.read_lines(tmp_path / "whole/metrics.jsonl")

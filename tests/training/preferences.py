@@ -13,10 +13,7 @@ from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.model import decoder
-from jaxsp.model.remat import RematPolicy
 from jaxsp.training.specs import StepSpec
-from tests import unsharded
 from tests.training import runs
 
 VOCAB_SIZE = runs.MODEL.vocab_size
@@ -100,18 +97,7 @@ def pad(records: Records) -> Batch:
 
 def log_probabilities(weights: Any, rows: Batch) -> jax.Array:
     """Log-probability of the loss tokens of each row, by reference attention, without a mesh."""
-    hidden, _ = decoder.hidden_states(
-        weights,
-        rows,
-        config=runs.MODEL,
-        attend=runs.make_oracle_attend(runs.MODEL),
-        gather=unsharded.UnshardedGather(),
-        dtype=jnp.dtype("float32"),
-        policy=RematPolicy(),
-        tile_tokens=4096,
-    )
-    logits = jnp.einsum("BLD,VD->BLV", hidden, decoder.lm_head(weights))
-    logps = jax.nn.log_softmax(decoder.transform_logits(runs.MODEL, logits))
+    logps = jax.nn.log_softmax(runs.compute_logits(weights, rows)[0])
     has_label = rows.labels_BL != NO_LABEL
     labels = jnp.where(has_label, rows.labels_BL, 0)
     chosen = jnp.take_along_axis(logps, labels[..., None], axis=-1)[..., 0]

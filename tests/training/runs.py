@@ -105,6 +105,22 @@ def make_oracle_attend(model: ModelConfig) -> Attend:
     return OracleAttend(**vars(attend))
 
 
+def compute_logits(weights: Weights, rows: Batch, model: ModelConfig = MODEL) -> tuple[Any, Any]:
+    """Logits of rows on one device, by reference attention, and statistics of routers."""
+    hidden, statistics = decoder.hidden_states(
+        weights,
+        rows,
+        config=model,
+        attend=make_oracle_attend(model),
+        gather=unsharded.UnshardedGather(),
+        dtype=jnp.dtype("float32"),
+        policy=RematPolicy(),
+        tile_tokens=4096,
+    )
+    products = jnp.einsum("BLD,VD->BLV", hidden, decoder.lm_head(weights))
+    return decoder.transform_logits(model, products), statistics
+
+
 @functools.cache
 def compile_reference(model: ModelConfig = MODEL):
     """Returns a function for the mean loss, number of correct labels, and gradients of all rows;
@@ -112,21 +128,9 @@ def compile_reference(model: ModelConfig = MODEL):
 
     It has no mesh, microbatches or tiles, and uses reference attention.
     """
-    attend = make_oracle_attend(model)
 
     def mean_loss(weights, rows):
-        hidden, statistics = decoder.hidden_states(
-            weights,
-            rows,
-            config=model,
-            attend=attend,
-            gather=unsharded.UnshardedGather(),
-            dtype=jnp.dtype("float32"),
-            policy=RematPolicy(),
-            tile_tokens=4096,
-        )
-        logits = jnp.einsum("BLD,VD->BLV", hidden, decoder.lm_head(weights))
-        logits = decoder.transform_logits(model, logits)
+        logits, statistics = compute_logits(weights, rows, model)
         has_label = rows.labels_BL != NO_LABEL
         labels = jnp.where(has_label, rows.labels_BL, 0)
         log_probabilities = jnp.take_along_axis(

@@ -236,12 +236,15 @@ def test_probabilities_of_0_give_finite_losses_and_gradients():
         assert np.isfinite(gradient).all(), divergence
 
 
+STORED = {"predictions": "predictions", "top_k": 29}
+
+
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_stored_predictions_have_the_classes_of_a_smaller_vocabulary(divergence):
     """All tokens of the teacher but one, and the class of all others, which is that one."""
     rng = np.random.default_rng(4)
     student_XV, teacher_XV = (jnp.asarray(rng.normal(size=(3, n)), jnp.float32) for n in (40, 30))
-    objective = Distill(teacher="x", divergence=divergence, temperature=1.4)
+    objective = Distill(teacher="x", divergence=divergence, temperature=1.4, **STORED)
     tokens = TileTokens(
         logits_XV=student_XV,
         labels_X=jnp.zeros(3, jnp.int32),
@@ -250,13 +253,15 @@ def test_stored_predictions_have_the_classes_of_a_smaller_vocabulary(divergence)
     )
     logps_XV = jax.nn.log_softmax(teacher_XV / 1.4)
     order_XV = jnp.argsort(-logps_XV, axis=-1)
-    numbers = {
-        "teacher_ids": order_XV[:, :-1],
-        "teacher_logps": jnp.take_along_axis(logps_XV, order_XV, axis=-1),
-    }
+    bits_XV = jnp.take_along_axis(logps_XV, order_XV, axis=-1).view(jnp.int32)
+    predictions = jnp.concatenate([order_XV[:, :-1], bits_XV], axis=-1)
+    numbers = {"predictions": predictions}
     stored = dataclasses.replace(tokens, teacher_logits_XV=None, numbers=numbers)
     expected, actual = (objective.losses(each)[0] for each in (tokens, stored))
     assert batches.relative_error(actual, expected) < tolerances.TILES
+    made = objective.predict(dataclasses.replace(tokens, logits_XV=teacher_XV))["predictions"]
+    assert (made[:, :29] == order_XV[:, :-1]).all()
+    assert batches.relative_error(made[:, 29:].view(jnp.float32), bits_XV.view(jnp.float32)) < 1e-6
 
 
 @pytest.mark.parametrize(

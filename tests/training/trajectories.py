@@ -16,11 +16,8 @@ from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.data.formats.records import TOKEN_NUMBERS
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.model import decoder
-from jaxsp.model.remat import RematPolicy
 from jaxsp.objectives.policy import Policy
 from jaxsp.training.specs import StepSpec
-from tests import unsharded
 from tests.training import runs
 
 LENGTHS = (40, 2, 5, 33, 17, 24, 9, 38, 3, 30, 12)
@@ -124,18 +121,7 @@ def compile_logits() -> tuple[Any, Any]:
     """Logits of rows by reference attention, and weight gradients from those of the logits."""
 
     def logits(weights: Any, rows: Batch) -> jax.Array:
-        hidden, _ = decoder.hidden_states(
-            weights,
-            rows,
-            config=runs.MODEL,
-            attend=runs.make_oracle_attend(runs.MODEL),
-            gather=unsharded.UnshardedGather(),
-            dtype=jnp.dtype("float32"),
-            policy=RematPolicy(),
-            tile_tokens=4096,
-        )
-        products = jnp.einsum("BLD,VD->BLV", hidden, decoder.lm_head(weights))
-        return decoder.transform_logits(runs.MODEL, products)
+        return runs.compute_logits(weights, rows)[0]
 
     def pull(weights: Any, rows: Batch, dlogits: jax.Array) -> Any:
         return jax.vjp(lambda weights: logits(weights, rows), weights)[1](dlogits)[0]

@@ -4,13 +4,13 @@ Three messages as ChatML writes them; the loss is on the text between the bars:
 
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n|Hello.<|im_end|>\n|
 
-If the template has {% generation %} marks, they name the spans (generation_marks.py). Otherwise the
-spans are found by marks of the template's loops (span_search.py) and then checked.
+If the template has {% generation %} marks, they name the spans (spans.py). Otherwise the
+spans are found by marks of the template's loops, and then checked.
 
 A span must begin with the message's content or its thinking: otherwise a header that the generation
 prompt does not write would be trained on. It must end with more than the content: a message without
 an end-of-turn token never teaches the model to stop. If a template writes none, the role marker of
-the next message is the end (turn_ends.py).
+the next message is the end (chat_template.py).
 
 A record that fails a check is refused; nothing is guessed. The text is always the template's. If it
 drops the thinking of earlier messages, data.earlier_reasoning decides about the bare answers.
@@ -22,7 +22,7 @@ import datetime
 from typing import Any
 
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.chat import generation_marks, span_search, template_text, turn_ends
+from jaxsp.data.chat import chat_template, spans, template_text
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import ASSISTANT, Messages
 from jaxsp.data.formats.records import COMPLETION_FIELDS
@@ -129,17 +129,17 @@ def _render_conversation(
             f"every message with the role {ASSISTANT} has weight 0{reason}. Leave the record out."
         )
     if render.has_marks:
-        spans, marked = generation_marks.read_marked_spans(
+        loss_spans, marked = spans.read_marked_spans(
             messages, indices, text, marks, render, loss_indices=loss_indices
         )
         bare = [index for index in bare if index in marked]
     else:
-        turn_end = turn_ends.find(options.tokenizer, render.template)
-        spans, opening = span_search.find_spans(messages, loss_indices, text, render)
+        turn_end = chat_template.find_turn_end(options.tokenizer, render.template)
+        loss_spans, opening = spans.find_spans(messages, loss_indices, text, render)
         # the last may end after the text, with the end that the template leaves out
         text += turn_end.complete(messages)
-        spans = [(start, turn_end.extend(text, end)) for start, end in spans]
-        for index, span in zip(loss_indices, spans, strict=True):
+        loss_spans = [(start, turn_end.extend(text, end)) for start, end in loss_spans]
+        for index, span in zip(loss_indices, loss_spans, strict=True):
             template_text.check_span(
                 messages,
                 [index],
@@ -151,7 +151,7 @@ def _render_conversation(
     template_text.check_bare_answers(bare, options.earlier_reasoning)
     return RenderedRecord(
         text=text,
-        loss_spans=tuple(spans),
+        loss_spans=tuple(loss_spans),
         has_exact_spans=not render.has_marks,
         num_bare_answers=len(bare),
     )
@@ -167,7 +167,7 @@ def _render_completion(
 ) -> RenderedRecord:
     """Renders a prompt and a completion, which has the loss unless all messages have."""
     messages = prompt + completion
-    turn_end = turn_ends.find(options.tokenizer, render.template)
+    turn_end = chat_template.find_turn_end(options.tokenizer, render.template)
     text = render(messages)[0] + turn_end.complete(messages)
     template_text.check_messages_present(messages, text)
     first = len(prompt)

@@ -5,6 +5,7 @@ Source: as in chats.py. Differs: KTOTrainer pairs completions with other prompts
 """
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -150,29 +151,24 @@ class Unpaired(Chat):
     def connect(self, entries: Iterator[RecordEntry]) -> Iterator[RecordEntry]:
         """Adds to each usable record the completion of the next one, and to the last that of the
         first: KTO estimates its reference point from prompts with completions of other prompts."""
-        first: RecordEntry | None = None
-        last: RecordEntry | None = None
-        held: list[RecordEntry] = []
+        entries, later = itertools.tee(entries)
+        usable = (entry for entry in later if entry["problem"] is None)
+        first = next(usable)
+        following = itertools.chain(usable, [first])
+        bad: list[RecordEntry] = []
         for entry in entries:
-            if entry["problem"] is None:
-                if last is not None:
-                    _add_mismatched(last, entry)
-                    yield from held
-                    held = []
-                first = first or entry
-                last = entry
-            held.append(entry)
-        assert first is not None, "a source has a usable record"
-        assert last is not None, "a source has a usable record"
-        if last is first:
-            bad = [entry for entry in held if entry["problem"] is not None]
-            problem = (
-                f"only one record can be used, {first['place']}: KTO pairs the prompt of a record "
-                "with the completion of another. Give at least two."
-            )
-            raise UserError([*records.list_examples(bad[: records.MAX_NAMED_RECORDS]), problem])
-        _add_mismatched(last, first)
-        yield from held
+            if entry["problem"] is not None:
+                bad.append(entry)
+            elif (next_entry := next(following)) is not entry:
+                _add_mismatched(entry, next_entry)
+            else:
+                problem = (
+                    f"only one record can be used, {first['place']}: KTO pairs the prompt of a "
+                    "record with the completion of another. Give at least two."
+                )
+                bad += [each for each in entries if each["problem"] is not None]
+                raise UserError([*records.list_examples(bad), problem])
+            yield entry
 
 
 def _add_mismatched(entry: RecordEntry, next_entry: RecordEntry) -> None:

@@ -5,7 +5,6 @@ Source: as in chats.py. Differs: padding at either end of token ids is dropped, 
 """
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -115,12 +114,8 @@ class Tokens(TokenIds):
     required = ("input_ids",)
     optional = ("labels",)
 
-    def stored_columns(self, first_records: Iterable[Record]) -> Record:
-        """Adds `labels` if the first record or `fields` has them."""
-        first = SourceRecord(next(iter(first_records), {}), self)
-        has_labels = "labels" in self.fields or list_label_fields(first)
-        names = ("input_ids", "labels") if has_labels else ("input_ids",)
-        return dict.fromkeys(names, np.zeros(0, np.int32))
+    def has_labels(self, first: Record) -> bool:
+        return "labels" in self.fields or bool(list_label_fields(SourceRecord(first, self)))
 
     def check(self, record: SourceRecord, *, has_labels: bool) -> Record:
         """Returns the ids of a record without padding, and its labels if the source has some."""

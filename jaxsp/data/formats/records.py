@@ -111,9 +111,9 @@ def holds_text(name: str, value: Any) -> bool:
 
 
 def list_examples(bad: list[RecordEntry]) -> list[str]:
-    """Returns a line for each bad record; a problem that repeats is `the same`."""
+    """Returns a line for each of the first bad records; one that repeats is `the same`."""
     problems = [None, *(entry["problem"] for entry in bad)]
     return [
         f"{entry['place']}: {'the same.' if entry['problem'] == last else entry['problem']}"
-        for entry, last in zip(bad, problems, strict=False)
+        for entry, last in zip(bad[:MAX_NAMED_RECORDS], problems, strict=False)
     ]

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Sized
 from typing import Annotated, Any, ClassVar
 
 import pydantic
@@ -54,6 +54,15 @@ _HINTS = _PAIR_HINTS | {
 }
 """Fields that a record may have, and how to read such a record. Objectives for pairs have one
 format, so that only _PAIR_HINTS may help."""
+
+
+_TRAJECTORY_HINTS = {
+    "prompt_ids completion_ids": "Write both one after the other as input_ids, and a loss_mask: 0 "
+    "for those of the prompt, 1 for others",
+    "reward": "Compute advantages from the rewards",
+    "rewards": "Compute advantages from the rewards",
+}
+"""The same of trajectories, whose objective has one format."""
 
 
 def suggest_ignoring(*names: str) -> str:
@@ -115,9 +124,9 @@ class Source(ConfigSection, abc.ABC):
     input_field: ClassVar[str | None] = None
     """Field to which text of other fields can be joined."""
     column: ClassVar[str]
-    """Stored column with the record's content."""
+    """Entry with the record's content."""
     values: ClassVar[Mapping[str, Any]] = {}
-    """Stored columns with one value for each record, with the value of a bad record."""
+    """Columns with one value for each record, with the value of a bad record."""
     numbers: ClassVar[tuple[str, ...]] = ()
     """Stored columns with a number for each token, float32."""
     bytes_per_worker: ClassVar[int] = 2**25
@@ -190,10 +199,9 @@ class Source(ConfigSection, abc.ABC):
         others = [name for name in names if name not in self.ignore_fields]
         return [name for name in others if name in known or not records.is_metadata(name)]
 
-    def stored_columns(self, first_records: Iterable[Record]) -> Record:
-        """Returns the columns to store of the records, with the values of a bad one. The content
-        comes first."""
-        return {self.column: "", **self.values}
+    def has_labels(self, first: Record) -> bool:
+        """Returns True if all records of token ids must have labels. Args: first: first record."""
+        return False
 
     def convert(self, record: Any, *, has_labels: bool = False) -> Record:
         """Returns the columns to store of a record.
@@ -320,7 +328,9 @@ class SourceRecord:
             raise UserError(f"{name} is null.")
         problem = f"has no {name}; it has {records.list_fields(self.values)}."
         own = f"Try format: {self.source.format}"
-        hints = _PAIR_HINTS if self.source.num_documents > 1 else _HINTS
+        hints = _TRAJECTORY_HINTS if self.source.numbers else _HINTS
+        if self.source.num_documents > 1:
+            hints = _PAIR_HINTS
         for names, hint in hints.items():
             if self.values.keys() >= {*names.split()} and hint.partition(", with ")[0] != own:
                 raise UserError(f"{problem} {hint}.")

@@ -11,8 +11,6 @@ from jaxsp.data.formats.plain import TokenIds
 from jaxsp.data.formats.records import TOKEN_NUMBERS, Record, parse_if_string
 from jaxsp.data.formats.source import SourceRecord
 
-_NO_NUMBERS = np.zeros(0, np.float32)
-
 
 class Trajectories(TokenIds):
     """`input_ids`, `loss_mask` (1: sampled by the model), `advantages` (one number, or one for each
@@ -23,9 +21,8 @@ class Trajectories(TokenIds):
     optional = ("labels", "ref_logps")
     numbers: ClassVar[tuple[str, ...]] = TOKEN_NUMBERS
 
-    def stored_columns(self, first_records: Any) -> Record:
-        ids = np.zeros(0, np.int32)
-        return {"input_ids": ids, "labels": ids, **dict.fromkeys(self.numbers, _NO_NUMBERS)}
+    def has_labels(self, first: Record) -> bool:
+        return True
 
     def check(self, record: SourceRecord, *, has_labels: bool) -> Record:
         """Returns ids, labels and numbers of each token; NaN for missing `ref_logps`.
@@ -35,6 +32,8 @@ class Trajectories(TokenIds):
         """
         from jaxsp.core.batch import NO_LABEL
 
+        for name in self.required:
+            record.get(name)  # raises: it is missing
         if not plain.list_label_fields(record):
             raise UserError("has no loss_mask: 1 for tokens that the model sampled, 0 for others.")
         kept, columns = self.read_tokens(record, has_labels=True)

@@ -108,7 +108,9 @@ class CheckedIds:
         block = start // BLOCK_IDS
         while (block := self._is_unchecked.find(1, block, -(-stop // BLOCK_IDS))) >= 0:
             first = block * BLOCK_IDS
-            if compute_checksum(self.ids[first : first + BLOCK_IDS]) != self._checksums[block]:
+            if compute_block_checksums(self.ids[first : first + BLOCK_IDS]) != [
+                self._checksums[block]
+            ]:
                 reason = f"the ids {first:,} to {first + BLOCK_IDS:,} of a chunk have changed"
                 raise DamagedCacheError(self._path, reason)
             self._is_unchecked[block] = 0
@@ -134,8 +136,7 @@ def compute_stats(dataset: "datasets.Dataset") -> TokenStats:
         for offsets, ids in read_lists(dataset, column):
             dtype = "<f4" if column in TOKEN_NUMBERS else "<i4"
             values.update(np.ascontiguousarray(ids, dtype).data)
-            starts = range(0, len(ids), BLOCK_IDS)
-            checksums += [compute_checksum(ids[start : start + BLOCK_IDS]) for start in starts]
+            checksums += compute_block_checksums(ids)
             has_loss = np.flatnonzero(ids != NO_LABEL) if column == "labels" else None
             known = ids if has_loss is None else ids[has_loss]
             has_ids = len(known) and column not in TOKEN_NUMBERS
@@ -260,12 +261,11 @@ def _count_blocks(ids: np.ndarray) -> int:
 
 
 def _digest_lengths(dataset: "datasets.Dataset", column: str) -> str:
-    digest = hashlib.sha256()
-    for offsets, _ in read_lists(dataset, column):
-        digest.update(np.diff(offsets).astype("<i8").data)
-    return digest.hexdigest()
+    lengths = pc.list_value_length(dataset.data.column(column)).to_numpy()
+    return hashlib.sha256(lengths.astype("<i8").data).hexdigest()
 
 
-def compute_checksum(ids: np.ndarray) -> int:
-    """Checksum of a block of ids."""
-    return zlib.crc32(np.ascontiguousarray(ids).data)
+def compute_block_checksums(ids: np.ndarray) -> list[int]:
+    """Checksum of each block of ids."""
+    starts = range(0, len(ids), BLOCK_IDS)
+    return [zlib.crc32(np.ascontiguousarray(ids[x : x + BLOCK_IDS]).data) for x in starts]

@@ -2,14 +2,13 @@
 
 import collections
 import csv
-import functools
 import io
 import json
 import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -30,8 +29,7 @@ _CHUNK_BYTES = 2**20
 _MAX_CELL_CHARS = 2**30
 """Limit of a csv cell: a quote without its end makes one cell of the rest of the file."""
 
-_SEPARATOR = re.compile(r"[ \t\r\n]*(.?)[ \t\r\n]*", re.DOTALL)
-"""A character between values of JSON, and the spaces around it."""
+_SPACES = re.compile(r"[ \t\r\n]*")
 
 LocatedRecord = tuple[str, Any, str | None]
 """Place of a record, such as `row 3`, the record, and the problem if it cannot be read. The place
@@ -75,10 +73,11 @@ def _read_json(file: str, select: Select) -> Iterator[LocatedRecord]:
             yield from _read_lines(stream)
 
 
-def _read_csv(file: str, select: Select, *, delimiter: str) -> Iterator[LocatedRecord]:
+def _read_csv(file: str, select: Select) -> Iterator[LocatedRecord]:
     csv.field_size_limit(_MAX_CELL_CHARS)  # applies to this process; Python's default is 131,072
     with _open_decompressed(file) as stream:
         lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        delimiter = "\t" if split_suffix(file)[0] == ".tsv" else ","
         table = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(table, [])
         if not names:
@@ -104,14 +103,30 @@ def _open_decompressed(file: str) -> io.BufferedReader:
 
 
 def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[LocatedRecord]:
-    """Adds the name of a file or data set to the places of its records, and to errors."""
+    """Adds the name of a file or data set to the places of its records, and to errors.
+    Raises: UserError for damage, with the last record before it."""
+    place = ""
     with at(name):
-        for place, record, problem in records:
-            yield f"{name}, {place}" if place else name, record, problem
+        try:
+            for place, record, problem in records:
+                yield f"{name}, {place}" if place else name, record, problem
+        except UserError:
+            raise
+        except PermissionError:
+            raise UserError(
+                "no permission to read it. Change its permissions, or leave it out."
+            ) from None
+        # pyarrow's errors are ValueErrors or OSErrors
+        except (OSError, ValueError, csv.Error, RecursionError) as error:
+            after = f"after {place}" if place else "before the end of its first record"
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise UserError(
+                f"is broken {after} ({reason}). Copy or create it again: the number of missing "
+                "records is unknown."
+            ) from None
 
 
 def _read_lines(stream: io.BufferedReader) -> Iterator[LocatedRecord]:
-    decoder = _Decoder()
     for number, line in enumerate(stream, 1):
         record = None
         problem = None
@@ -119,46 +134,51 @@ def _read_lines(stream: io.BufferedReader) -> Iterator[LocatedRecord]:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             if not text:
                 continue
-            record = decoder.decode(text)
+            record = _DECODER.decode(text)
         except UnicodeDecodeError as error:
             problem = f"is not UTF-8 text ({error})."
+        except UserError as error:
+            problem = str(error)
         except (ValueError, RecursionError) as error:
             problem = (
                 f"is not JSON ({error}); each line must be one record, or a .json file one array "
                 "of records."
             )
-        duplicates = decoder.pop_problem()
-        yield f"line {number}", record, problem or duplicates
+        yield f"line {number}", record, problem
 
 
 def _read_array(text: str) -> Iterator[LocatedRecord]:
     """Yields the elements of an array. Raises: ValueError if the text is not one complete array.
     Args: text: with surrogates in place of bytes that are not UTF-8."""
-    decoder = _Decoder()
-
-    def take(place: int, expected: str) -> tuple[str, int]:
-        """Returns the next character, and where the text after it begins."""
-        match = _SEPARATOR.match(text, place)
-        assert match is not None, "an empty string matches too"
-        if not match[1]:
-            raise ValueError("the array has no end")
-        if match[1] not in expected:
-            raise ValueError(f"expected {' or '.join(expected)}, not {match[1]}")
-        return match[1], match.end()
-
     number = 0
-    separator, begin = take(0, "[")
-    if text.startswith("]", begin):
-        separator, begin = take(begin, "]")
+    separator = "["
+    place = _skip_spaces(text, text.index("[") + 1)
     while separator != "]":
-        if begin == len(text):
-            raise ValueError("the array has no end")
-        record, end = decoder.raw_decode(text, begin)
-        number += 1
-        yield f"record {number}", record, decoder.pop_problem() or _utf8_problem(text[begin:end])
-        separator, begin = take(end, ",]")
-    if begin < len(text):
-        raise ValueError(f"expected nothing after the array, not {text[begin]}")
+        if number or not text.startswith("]", place):
+            if place == len(text):
+                raise ValueError("the array has no end")
+            number += 1
+            problem = None
+            try:
+                record, end = _DECODER.raw_decode(text, place)
+            except UserError as error:
+                problem = str(error)
+                record, end = json.JSONDecoder().raw_decode(text, place)
+            yield f"record {number}", record, problem or _utf8_problem(text[place:end])
+            place = _skip_spaces(text, end)
+        separator = text[place : place + 1]
+        if separator not in (",", "]"):
+            found = f"expected , or ], not {separator}" if separator else "the array has no end"
+            raise ValueError(found)
+        place = _skip_spaces(text, place + 1)
+    if place < len(text):
+        raise ValueError(f"expected nothing after the array, not {text[place]}")
+
+
+def _skip_spaces(text: str, place: int) -> int:
+    match = _SPACES.match(text, place)
+    assert match is not None, "an empty string matches too"
+    return match.end()
 
 
 def _utf8_problem(text: str) -> str | None:
@@ -170,24 +190,16 @@ def _utf8_problem(text: str) -> str | None:
     return None
 
 
-class _Decoder(json.JSONDecoder):
-    """Decodes JSON, and records keys that an object has twice: json silently keeps the last."""
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises: UserError for a name that is there twice; json keeps the last."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        ((name, _), *_) = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise UserError(f"has {name} twice.")
+    return result
 
-    def __init__(self) -> None:
-        super().__init__(object_pairs_hook=self._build_object)
-        self._duplicates: list[str] = []
 
-    def _build_object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            counts = collections.Counter(name for name, _ in pairs)
-            self._duplicates += [name for name in result if counts[name] > 1]
-        return result
-
-    def pop_problem(self) -> str | None:
-        problem = f"has {self._duplicates[0]} twice." if self._duplicates else None
-        self._duplicates.clear()
-        return problem
+_DECODER = json.JSONDecoder(object_pairs_hook=_make_object)
 
 
 def read_batches(
@@ -203,20 +215,17 @@ def read_batches(
     for batch in batches:
         batch.validate()
         batch = batch.select(selected)
-        for column in batch.columns:
-            # a damaged offset would be read from outside of its memory
-            try:
-                column.validate(full=True)
-            except pa.ArrowInvalid as error:
-                if "UTF8" not in str(error):  # that is a problem of its row
-                    raise
+        batch.validate(full=True)  # a damaged offset would be read from outside of its memory
         num_rows = rows_per_batch(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, num_rows):
             part = batch.slice(start, num_rows)
-            rows = _to_python(part) if selected else [(dict.fromkeys(names, ""), None)] * len(part)
-            for row, problem in rows:
+            rows = [dict.fromkeys(names, "")] * len(part)
+            if selected:
+                columns = zip(*map(_column_to_python, part.columns), strict=True)
+                rows = [dict(zip(selected, row, strict=True)) for row in columns]
+            for row in rows:
                 number += 1
-                yield f"row {number}", row, problem
+                yield f"row {number}", row, None
 
 
 def _read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
@@ -235,7 +244,7 @@ def _read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
 
 
 def _read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
-    """Yields the rows of an Arrow file, or of one or more Arrow streams in a file."""
+    """Yields the rows of an Arrow file, or of an Arrow stream in a file."""
     with pa.memory_map(file) as source:
         if source.read(6) == b"ARROW1":
             table = pa.ipc.open_file(source)
@@ -243,34 +252,15 @@ def _read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
             yield from read_batches(batches, table.schema.names, select)
             return
         source.seek(0)
-        schema = pa.ipc.open_stream(source).schema
-
-        def read_streams() -> Iterator[pa.RecordBatch]:
-            source.seek(0)
-            while source.tell() < source.size():
-                stream = pa.ipc.open_stream(source)
-                if stream.schema != schema:
-                    raise ValueError("a second stream follows with other columns")
-                yield from stream
-
-        yield from read_batches(read_streams(), schema.names, select)
+        stream = pa.ipc.open_stream(source)
+        yield from read_batches(stream, stream.schema.names, select)
+        end = source.tell()
         # without this mark, a stream cut between two batches would look like a shorter stream
         source.seek(max(source.size() - 8, 0))
         if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
             raise ValueError("the stream has no end")
-
-
-def _to_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str | None]]:
-    """Returns the rows of a small batch, each with its problem if it cannot be read."""
-    try:
-        values = [_column_to_python(column) for column in batch.columns]
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            return [(None, f"is not UTF-8 text ({error}).")]
-        return [row for index in range(batch.num_rows) for row in _to_python(batch.slice(index, 1))]
-    return [
-        (dict(zip(batch.schema.names, row, strict=True)), None) for row in zip(*values, strict=True)
-    ]
+        if end < source.size():
+            raise ValueError("another stream follows")
 
 
 def _column_to_python(column: pa.Array) -> list[Any]:
@@ -314,28 +304,18 @@ def _parse_value(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
-class FileType(NamedTuple):
-    """A type of file that holds records."""
-
-    name: str
-    read: Callable[[str, Select], Iterator[LocatedRecord]]
-    is_compressible: bool = True
-
-
-TEXT = FileType("text", _read_text)
-
-_JSON = FileType("json", _read_json)
-
-_FILE_TYPES = {
-    ".jsonl": _JSON,
-    ".ndjson": _JSON,
-    ".json": _JSON,
-    ".csv": FileType("csv", functools.partial(_read_csv, delimiter=",")),
-    ".tsv": FileType("csv", functools.partial(_read_csv, delimiter="\t")),
-    ".parquet": FileType("parquet", _read_parquet, is_compressible=False),
-    ".arrow": FileType("arrow", _read_arrow, is_compressible=False),
+_READERS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), ("json", _read_json)),
+    **dict.fromkeys((".csv", ".tsv"), ("csv", _read_csv)),
+    ".parquet": ("parquet", _read_parquet),
+    ".arrow": ("arrow", _read_arrow),
 }
-"""File types by suffix; any other file is plain text."""
+"""Type and reader of files by suffix; any other file is plain text."""
+
+TEXT = "text"
+
+COMPRESSIBLE = (TEXT, "json", "csv")
+"""Types that may be compressed as a whole."""
 
 
 def split_suffix(file: str) -> tuple[str, str | None]:
@@ -345,13 +325,13 @@ def split_suffix(file: str) -> tuple[str, str | None]:
     return (pathlib.PurePath(path.stem).suffix if codec else path.suffix), codec
 
 
-def detect_file_type(file: str) -> FileType:
-    """Returns the type that a file's name stands for.
+def detect_file_type(file: str) -> tuple[str, Callable[[str, Select], Iterator[LocatedRecord]]]:
+    """Returns the type that a file's name stands for, and its reader.
     Raises: UserError if files of this name are not supported."""
     suffix, codec = split_suffix(file)
-    file_type = _FILE_TYPES.get(suffix, TEXT)
+    file_type, read = _READERS.get(suffix, (TEXT, _read_text))
     codec_suffix = pathlib.Path(file).suffix if codec else ""
-    if suffix in _UNSUPPORTED_SUFFIXES or (codec and not file_type.is_compressible):
+    if suffix in _UNSUPPORTED_SUFFIXES or (codec and file_type not in COMPRESSIBLE):
         raise UserError(
             f"{file}: {suffix}{codec_suffix.lower()} files are not supported. Convert to .jsonl, "
             ".parquet or plain text."
@@ -362,7 +342,7 @@ def detect_file_type(file: str) -> FileType:
             f"{file}: its name does not show what is compressed. Rename it to {example} if it is "
             "lines of JSON."
         )
-    return file_type
+    return file_type, read
 
 
 def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator[LocatedRecord]:
@@ -373,29 +353,10 @@ def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator
 
 
 def _read_file(file: str, select: Select) -> Iterator[LocatedRecord]:
-    place = ""
-    try:
-        size = os.path.getsize(file)
-        if split_suffix(file)[1] and not size:
-            raise UserError(
-                "is empty, but a compressed file has a header. Copy or create it again."
-            )
-        if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
-            raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
-        for located in detect_file_type(file).read(file, select):
-            place = located[0]
-            yield located
-    except UserError:
-        raise
-    except PermissionError:
-        raise UserError(
-            "no permission to read it. Change its permissions, or leave it out."
-        ) from None
-    # pyarrow's errors are ValueErrors or OSErrors
-    except (OSError, ValueError, csv.Error, RecursionError) as error:
-        after = f"after {place}" if place else "before the end of its first record"
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(
-            f"is broken {after} ({reason}). Copy or create it again: the number of missing records "
-            "is unknown."
-        ) from None
+    size = os.path.getsize(file)
+    if split_suffix(file)[1] and not size:
+        raise UserError("is empty, but a compressed file has a header. Copy or create it again.")
+    if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
+        raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
+    _, read = detect_file_type(file)
+    yield from read(file, select)

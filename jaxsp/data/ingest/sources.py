@@ -1,24 +1,35 @@
-"""Reads a source: its files, saved folder or hub data set are found, and its records checked."""
+"""Reads a source: its files, saved folder or hub data set are found, and its records checked.
+
+Files are found by name, glob or URL. Those in object stores are downloaded once.
+"""
 
 import collections
 import dataclasses
 import functools
 import glob
+import hashlib
 import itertools
 import json
+import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import filelock
+
 from jaxsp.core import errors, paths
+from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.formats import records
 from jaxsp.data.formats.records import RecordEntry
 from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import file_types, hub, source_files
+from jaxsp.data.ingest import file_types, hub
 from jaxsp.data.ingest.file_types import LocatedRecord, Select
+from jaxsp.system import distributed
+from jaxsp.system.object_store import ObjectStore
 
 _MAX_CHECKED_BAD = 100
 """Number of bad records after which reading stops: the config must be wrong."""
@@ -41,20 +52,20 @@ class Records:
     """Part of the records to select; None: all."""
 
     @functools.cached_property
-    def columns(self) -> RecordEntry:
-        """Columns with the content of an entry, with the values of a bad record."""
+    def has_labels(self) -> bool:
+        """True if the records are token ids with labels, as the first one decides."""
         firsts = (
             record
             for _, record, problem in itertools.islice(self.locate(), _MAX_CHECKED_BAD)
             if problem is None and isinstance(record, dict)
         )
-        return self.source.stored_columns(firsts)
+        return not self.source.needs_tokenizer and self.source.has_labels(next(firsts, {}))
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Values that decide the entries."""
         settings = self.source.model_dump(mode="json", exclude={"source", "name", "weight"})
-        return (self.identity, [*self.columns], json.dumps(settings, sort_keys=True))
+        return (self.identity, self.has_labels, json.dumps(settings, sort_keys=True))
 
     def entries(self) -> Iterator[RecordEntry]:
         """Yields an entry for each record, in order: its `place`; its `problem`, why it cannot be
@@ -101,7 +112,8 @@ def list_unread_fields(source: Source, data: DataConfig) -> list[str]:
 
 
 def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
-    path = None if paths.is_url(source.source) else source_files.resolve_path(source)
+    name = source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
+    path = None if paths.is_url(name) else paths.expand_user(name)
     dataset = None
     if path is not None and _may_be_on_hub(path, source):
         dataset = hub.open_hub_dataset(source)
@@ -119,7 +131,7 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
         place = f"{source.source} ({source.split})" if is_part else source.source
         # a data set that was created again from other data may keep its fingerprint
         cache_files = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
-        identities = source_files.file_identities(cache_files)
+        identities = file_identities(cache_files)
         return Records(
             source=source,
             data=data,
@@ -130,15 +142,14 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
     if source.split is not None:  # a wrong one is reported before the files are read
         hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH})
     fetch: Callable[[str], str] = str
+    identity: Any
     if path is None:
-        stored = source_files.StoredFiles(source.source)
-        fetch = stored.download
-        files = dict(zip(stored.versions, stored.versions, strict=True))
-        identity: Any = stored.versions
-        num_bytes = sum(size for size, _ in stored.versions.values())
+        identity, fetch = _find_objects(source.source)
+        files = {url: url for url in identity}
+        num_bytes = sum(size for size, _ in identity.values())
     else:
-        names = source_files.find_files(path, source)
-        identity = source_files.file_identities(names)
+        names = _find_files(path, source)
+        identity = file_identities(names)
         files = {name: real_path for name, (real_path, *_) in zip(names, identity, strict=True)}
         num_bytes = sum(size for _, size, _, _ in identity)
 
@@ -149,7 +160,7 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
     return Records(
         source=source,
         data=data,
-        identity=(source_files.common_file_type([*files], source), identity),
+        identity=(_check_file_types([*files], source), identity),
         num_bytes=num_bytes,
         locate=locate,
         files=files,
@@ -162,7 +173,104 @@ def _may_be_on_hub(path: pathlib.Path, source: Source) -> bool:
     if glob.has_magic(str(path)) or path.exists() or not is_name:
         return False
     is_text = file_types.split_suffix(source.source)[0] in file_types.TEXT_SUFFIXES
-    return file_types.detect_file_type(str(path)) is file_types.TEXT and not is_text
+    return file_types.detect_file_type(str(path))[0] == file_types.TEXT and not is_text
+
+
+def _find_files(path: pathlib.Path, source: Source) -> list[str]:
+    """Returns the files that a path or a glob stands for, each once, sorted."""
+    if path.is_dir():
+        suffixes = (file.suffix for file in path.rglob("*.*") if file.is_file())
+        example = f"{source.source.rstrip('/')}/**/*{next(suffixes, '.jsonl')}"
+        raise UserError(f"is a folder. Name its files, for example {example}.")
+    if path.is_file():
+        return [str(path)]
+    if not glob.has_magic(str(path)):
+        raise UserError(
+            f"no such file below {pathlib.Path.cwd()}. Give a file, a glob such as "
+            "texts/**/*.txt, or the name of a data set on the hub, such as "
+            "HuggingFaceH4/ultrachat_200k."
+        )
+    files = [file for file in glob.glob(str(path), recursive=True) if pathlib.Path(file).is_file()]
+    if not files:
+        raise UserError(
+            f"no file matches below {pathlib.Path.cwd()}. `*` stays in one folder, `**` includes "
+            "subfolders."
+        )
+    # `**/**` and symbolic links find a file under several names; keep the shortest
+    files.sort(key=lambda file: (len(pathlib.PurePath(file).parts), file), reverse=True)
+    return sorted({os.path.realpath(file): file for file in files}.values())
+
+
+def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int, int, int]]:
+    """Returns values that change when a file does, whatever the working directory. `cp -p`, `rsync
+    -t` and tar set a file's mtime, but nothing sets its ctime. Inodes are left out: on some network
+    file systems they differ between mounts."""
+    resolved = [pathlib.Path(file).resolve() for file in files]
+    stats = [(path, path.stat()) for path in resolved]
+    return [(str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats]
+
+
+def _check_file_types(files: Sequence[str], source: Source) -> str:
+    """Returns the name of the type of all files.
+    Raises: UserError if they have several types, or cannot contain the source's format."""
+    examples = {file_types.detect_file_type(file)[0]: file for file in files}
+    if len(examples) > 1:
+        raise UserError(
+            f"matches files of several types, such as {' and '.join(sorted(examples.values()))}. "
+            "Make each type a source of its own."
+        )
+    (file_type,) = examples
+    if file_type == file_types.TEXT and source.required != ("text",):
+        raise UserError(
+            f"plain text has no {errors.format_choices(source.required)}. Use format: text, "
+            "or a .jsonl or .parquet file."
+        )
+    return file_type
+
+
+def _find_objects(url: str) -> tuple[dict[str, tuple[int, str]], Callable[[str], str]]:
+    """Finds the files in an object store that a URL or a glob stands for.
+
+    Returns: size and version of each, by its URL, sorted; and a function that downloads one unless
+        this version is on the disk, and returns its path.
+    Raises: UserError if there is none, or if the store cannot be used.
+    """
+    import datasets
+
+    paths.check_url(url)
+    bucket = "/".join(url.split("/")[:3])
+    pattern = url.removeprefix(f"{bucket}/")
+    store = ObjectStore(bucket)
+    is_glob = glob.has_magic(pattern)
+    versions = {}
+    for name, info in sorted(store.list(pattern, is_glob=is_glob).items()):
+        if is_glob or name == pattern:
+            # an ETag changes when an object is written with other content
+            version = info.get("ETag") or info.get("etag") or info.get("updated") or ""
+            versions[f"{bucket}/{name}"] = (info["size"], str(version).strip('"'))
+    if not versions:
+        raise UserError(
+            "no object matches. Name objects, for example "
+            f"{bucket if is_glob else url.rstrip('/')}/*.jsonl; `*` stays in one "
+            "folder, `**` includes subfolders."
+        )
+
+    def download(url: str) -> str:
+        size, version = versions[url]
+        digest = hashlib.sha256(f"{url} {size} {version}".encode()).hexdigest()[:32]
+        root = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / "objects"
+        path = root / digest / url.rpartition("/")[2]  # the suffix determines the type
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(path.with_name(f"{path.name}.lock")):
+            if not core_files.is_intact(path):
+                if path.exists():
+                    distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
+                name = url.removeprefix(f"{bucket}/")
+                store.download({name: path}, {name: size})
+                core_files.write_checksum(path)
+        return str(path)
+
+    return versions, download
 
 
 def _check_records(origin: Records) -> Iterator[RecordEntry]:
@@ -170,7 +278,7 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
     record, and for `fields` and `roles` that no record has."""
     source = origin.source
     limit = max(origin.data.max_bad_records, _MAX_CHECKED_BAD)
-    columns = origin.columns
+    has_labels = origin.has_labels
     unseen_fields = {
         name: field
         for field, names in source.fields.items()
@@ -183,7 +291,7 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
     bad: list[RecordEntry] = []
     for place, record, problem in origin.locate():
         num_records += 1
-        entry = {"place": errors.escape(place), "problem": None, **columns}
+        entry: RecordEntry = {"place": errors.escape(place), "problem": None}
         try:
             if problem is not None:
                 raise UserError(problem)
@@ -193,8 +301,8 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
                 }
             if unseen_roles:
                 unseen_roles -= source.find_roles(record)
-            content = source.convert(record, has_labels="labels" in columns)
-            is_usable = is_usable or len(content[next(iter(columns))]) > 0
+            content = source.convert(record, has_labels=has_labels)
+            is_usable = is_usable or len(content[source.column]) > 0
             entry |= content
         except UserError as error:
             entry["problem"] = str(error)
@@ -205,18 +313,18 @@ def _check_records(origin: Records) -> Iterator[RecordEntry]:
                 "or fields, correct the records, or set data.on_bad_record=skip and raise "
                 "data.max_bad_records."
             )
-            raise UserError([*_list_first(bad), summary])
+            raise UserError([*records.list_examples(bad), summary])
         yield entry
-    if not bad and not is_usable:
-        needed = errors.format_choices(source.required)
-        raise UserError(f"no record contains {needed}. Give at least one.")
     if not is_usable:
+        if not bad:
+            needed = errors.format_choices(source.required)
+            raise UserError(f"no record contains {needed}. Give at least one.")
         others = ", and the others are empty" if len(bad) < num_records else ""
         summary = (
             f"{len(bad):,} of {num_records:,} records cannot be used{others}. Correct format or "
             "fields, or correct the records."
         )
-        raise UserError([*_list_first(bad), summary])
+        raise UserError([*records.list_examples(bad), summary])
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
@@ -242,11 +350,9 @@ def check_bad_records(
         suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"
-    raise UserError([*_list_first(examples), f"{summary}. Correct them, or {suggestion}."])
-
-
-def _list_first(bad: list[RecordEntry]) -> list[str]:
-    return records.list_examples(bad[: records.MAX_NAMED_RECORDS])
+    raise UserError(
+        [*records.list_examples(examples), f"{summary}. Correct them, or {suggestion}."]
+    )
 
 
 def check_no_duplicates(sources: Mapping[str, Records]) -> None:

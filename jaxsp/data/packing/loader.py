@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxsp.core import batch
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, step_row_index
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing import balance, row_reader
+from jaxsp.data.packing import row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRows
 from jaxsp.data.packing.row_reader import Documents
@@ -40,7 +41,7 @@ class StepCounts:
     """Documents of each pair of the step, in the order of `Batch.pairs`; -1 for one that is in
     another step, which only evaluations have. Empty without pairs."""
     imbalance: float
-    """Attention work of the slowest devices over the mean: see `balance.compute_imbalance`."""
+    """Attention work of the slowest devices over the mean: see `compute_imbalance`."""
 
     @property
     def segment_lengths(self) -> np.ndarray:
@@ -120,9 +121,7 @@ class BatchLoader:
         self._specs = dict(SPECS)
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
-        self._specs |= dict.fromkeys(map("{}_BL".format, documents.numbers), PER_TOKEN)
-        if documents.predictions is not None:
-            self._specs["predictions_BLK"] = PER_TOKEN
+        self._specs |= dict.fromkeys(map("{}_BL".format, documents.number_names), PER_TOKEN)
         if documents.per_record == 2:
             self._specs["documents_BM"] = PER_ROW
         num_slots = placement.num_groups * placement.rows_per_microbatch
@@ -167,11 +166,9 @@ class BatchLoader:
         def read_slice(place: int, begin: int, end: int) -> dict[str, Any]:
             spans = placement.layout.spans(begin, end, row_tokens=self._row_tokens)
             parts = [documents.read_slice(rows.row(place), *span) for span in spans]
-            slices = [vars(part) | part.numbers for part in parts]
-            if len(slices) == 1:
-                return slices[0]
-            names = [name for name, x in slices[0].items() if isinstance(x, np.ndarray)]
-            return {name: np.concatenate([part[name] for part in slices]) for name in names}
+            if len(parts) == 1:
+                return parts[0]
+            return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
         def read_slots(place: int, begin: int, end: int) -> dict[str, Any]:
             row_numbers = numbers[slice(*rows.row_starts[place : place + 2])]
@@ -181,7 +178,7 @@ class BatchLoader:
         tokens_per_source = np.bincount(
             documents.find_sources(rows.document), rows.length, minlength=len(documents.sources)
         )
-        work = balance.count_row_work(
+        work = count_row_work(
             rows.starts,
             rows.length,
             rows.row_starts,
@@ -197,7 +194,7 @@ class BatchLoader:
             epoch=self._stream.find_epoch(first_row + num_rows - 1),
             tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
             documents_P2=documents_P2,
-            imbalance=balance.compute_imbalance(
+            imbalance=compute_imbalance(
                 work[self._places].reshape(shape).sum(2), has_ring_steps=placement.has_ring_steps
             ),
         )
@@ -233,7 +230,7 @@ class BatchLoader:
                     name: self._put(self._specs[name], blocks)
                     for name, blocks in host_batch.blocks.items()
                 }
-                if names := self._documents.numbers:
+                if names := self._documents.number_names:
                     arrays["numbers_BL"] = {name: arrays.pop(f"{name}_BL") for name in names}
                 if host_batch.pairs is not None:
                     arrays["pairs"] = jax.tree.map(self._put_whole, host_batch.pairs)
@@ -261,7 +258,7 @@ class BatchLoader:
         # an evaluation scores documents one by one, and may have an odd number of rows
         block_rows = self._stream.block_rows if self._places.size % 2 == 0 else 1
         rows = rows.append_empty(num_rows + num_rows % block_rows)
-        work = balance.count_segment_pairs(rows.length, rows.row_starts)
+        work = count_segment_pairs(rows.length, rows.row_starts)
         blocks = np.argsort(-work.reshape(-1, block_rows).sum(1), kind="stable")
         rows = rows.select_rows((blocks[:, None] * block_rows + np.arange(block_rows)).ravel())
         return rows.append_empty(self._places.size), block_rows
@@ -290,3 +287,60 @@ class BatchLoader:
 def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSpan:
     assert index is not None
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=False))
+
+
+def count_row_work(
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    row_starts: np.ndarray,
+    *,
+    row_tokens: int,
+    layout: Layout,
+) -> np.ndarray:
+    """Counts the attention work of rows in each ring step on each device. [rows, steps, devices]
+
+    In step s, a device attends to the keys of the device s places before it. Where rows keep their
+    order, one step on one device stands for the group, whose devices share the heads.
+
+    Args:
+        starts, lengths: first token in its row, and tokens of each segment.
+        row_starts: first segment of each row, and the number of segments.
+    Units: twice the pairs of a query and a key before it: the squared length of a segment.
+    """
+    if layout.keeps_order:
+        return count_segment_pairs(lengths, row_starts)[:, None, None]
+    devices = layout.degree
+    order = np.array(layout.chunk_order())
+    borders = np.arange(layout.num_chunks + 1) * layout.chunk_tokens(row_tokens)
+    # queries in one chunk and keys in another, twice if the keys come first
+    factor_NN = 1.0 + np.sign(order[:, None] - order)
+    work = []
+    for begin, end in itertools.pairwise(row_starts):
+        tokens_before = np.clip(borders - starts[begin:end, None], 0, lengths[begin:end, None])
+        tokens_SN = np.diff(tokens_before, axis=1)[:, order].astype(np.float64)
+        pairs_NN = tokens_SN.T @ tokens_SN * factor_NN
+        work.append(pairs_NN.reshape(devices, len(order) // devices, devices, -1).sum((1, 3)))
+    work_RDD = np.array(work, np.int64)
+    here = np.arange(devices)
+    return np.stack([work_RDD[:, here, (here - step) % devices] for step in range(devices)], 1)
+
+
+def count_segment_pairs(lengths: np.ndarray, row_starts: np.ndarray) -> np.ndarray:
+    """Attention work of each row, by which rows are sorted: the squared lengths of its segments."""
+    work_before = np.append(0, np.cumsum(lengths.astype(np.int64) ** 2))
+    return np.diff(work_before[row_starts])
+
+
+def compute_imbalance(work: np.ndarray, *, has_ring_steps: bool) -> float:
+    """Work of the slowest devices relative to the mean: 1 is balanced.
+
+    The devices of a group wait for each other in each ring step, or in each layer if there is no
+    ring, and groups wait for each other in each microbatch.
+
+    Args: work: [microbatches, groups, steps, devices].
+    """
+    if not has_ring_steps:
+        work = work.sum(2, keepdims=True)
+    slowest = work.max(3).sum(2).max(1).sum()
+    mean = work.mean(3).sum(2).mean(1).sum()
+    return float(slowest / mean) if mean else 1.0

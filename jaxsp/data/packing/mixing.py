@@ -10,12 +10,11 @@ The order can be cut anywhere. It continues from the number of rows that were co
 mesh and the rows per step were.
 """
 
-import threading
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxsp.core.errors import UserError
 from jaxsp.data.packing import packing
 from jaxsp.data.packing.packing import PackedEpochs, PackedRows, Segments
 
@@ -33,10 +32,9 @@ class RowStream:
         self.fractions = np.array(fractions)
         self.block_rows = max(part.block_rows for part in parts)
         """Number of consecutive rows that belong together: see `PackedEpochs`."""
-        self._lock = threading.Lock()
-        # for the rows laid out so far: the part, and the index among the part's rows
-        self._part_of_row = np.zeros(0, np.int16)
-        self._index_in_part = np.zeros(0, np.int64)
+        self._interleave = functools.lru_cache(maxsize=1)(
+            lambda num_rows: _interleave_parts(self.fractions, num_rows, self.block_rows)
+        )
 
     def row(self, index: int) -> Segments:
         return self.rows(index, index + 1).row(0)
@@ -45,7 +43,9 @@ class RowStream:
         """Returns the rows `begin` to `end`."""
         if len(self.parts) == 1:
             return self.parts[0].rows(begin, end)
-        part_of_row, index_in_part = self._locate_rows(begin, end)
+        # the order of the first rows is that of any longer sequence
+        laid_out = self._interleave(max(1024, 1 << end.bit_length()))
+        part_of_row, index_in_part = (each[begin:end] for each in laid_out)
         rows_by_part = []
         for part in np.unique(part_of_row):
             indices = index_in_part[part_of_row == part].tolist()  # consecutive
@@ -61,15 +61,6 @@ class RowStream:
         """Number of rows in the first `epochs` epochs of the only part."""
         (part,) = self.parts
         return part.count_rows(epochs)
-
-    def _locate_rows(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The part of each row from `begin` to `end`, and its index among the part's rows."""
-        with self._lock:
-            if end > len(self._part_of_row):
-                self._part_of_row, self._index_in_part = _interleave_parts(
-                    self.fractions, max(2 * end, 1024), self.block_rows
-                )
-            return self._part_of_row[begin:end], self._index_in_part[begin:end]
 
 
 def _interleave_parts(
@@ -90,15 +81,10 @@ def _interleave_parts(
     return np.repeat(parts[order], block_rows), rows.ravel()
 
 
-_MAX_STEPS = 10**12
-"""Maximum number of steps; grain and jaxsp count their rows in 64 bits."""
-
-
 class RowSchedule:
     """The rows of each remaining step: of `num_steps` steps, or of all until the data end.
     Args: begin_row: number of rows that were consumed before; end_row: number after which the data
-        end.
-    Raises: UserError for more steps than a schedule can have."""
+        end."""
 
     def __init__(
         self,
@@ -108,16 +94,9 @@ class RowSchedule:
         num_steps: int | None = None,
         end_row: int | None = None,
     ):
-        field = "run.steps"
         if num_steps is None:
             assert end_row is not None, "either steps or rows limit a schedule"
-            field = "run.epochs"
             num_steps = -(-max(end_row - begin_row, 0) // rows_per_step)
-        if num_steps > _MAX_STEPS:
-            raise UserError(
-                f"{field}: makes {num_steps:,} steps, but a run has at most {_MAX_STEPS:,}. Use "
-                "fewer."
-            )
         self.begin_row = begin_row
         self.rows_per_step = rows_per_step
         self.num_rows = num_steps * rows_per_step

@@ -92,15 +92,22 @@ class PackedRows(Segments):
         return dataclasses.replace(self, row_starts=np.pad(self.row_starts, (0, num_empty), "edge"))
 
 
+def concatenate(parts: Sequence[Segments]) -> Segments:
+    """Returns the segments of several parts, one part after another."""
+    return Segments(
+        **{
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("document", "offset", "length")
+        }
+    )
+
+
 def concatenate_rows(parts: Sequence[PackedRows]) -> PackedRows:
     if len(parts) == 1:
         return parts[0]
     num_segments = np.concatenate([np.diff(part.row_starts) for part in parts])
-    arrays = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("document", "offset", "length")
-    }
-    return PackedRows(**arrays, row_starts=np.concatenate([[0], np.cumsum(num_segments)]))
+    row_starts = np.concatenate([[0], np.cumsum(num_segments)])
+    return PackedRows(**vars(concatenate(parts)), row_starts=row_starts)
 
 
 def split_documents(lengths: np.ndarray, row_tokens: int | None) -> Segments:

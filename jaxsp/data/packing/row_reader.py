@@ -1,16 +1,18 @@
 """Documents: those of tokenized sources that are used, and the tokens of any part of any row."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import pyarrow.compute as pc
 
 from jaxsp.core import errors
-from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
-from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT, PREDICTIONS
+from jaxsp.core.errors import UserError
 from jaxsp.data.formats.records import (
     BARE_ANSWERS,
     FIRST_REFERENCE,
@@ -45,15 +47,13 @@ def select_records(
     Raises: UserError if every document would be held out.
     """
     draws = []
-    lengths = []
+    lengths = [pc.list_value_length(each.data.column("tokens")).to_numpy() for each in tokenized]
     for dataset, name in zip(tokenized, source_names, strict=True):
         # Philox is a counter-based generator: its n-th number is a hash of key and counter. NumPy
         # guarantees its stream (NEP 19), unlike those of the distributions.
         key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]
         raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(len(dataset))
         draws.append((raw >> np.uint64(11)) * 2.0**-53)
-        lists = cache.read_lists(dataset, "tokens")
-        lengths.append(np.concatenate([np.diff(offsets) for offsets, _ in lists]))
     # a document of one token has no loss
     usable = np.sort(np.concatenate(draws)[np.concatenate(lengths) > 1])
     num_held_out = max(1, math.ceil(round(fraction * len(usable), 9)))
@@ -115,49 +115,18 @@ class SourceCounts:
         return bool(self.num_split or self.num_truncated or self.num_dropped)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowSlice:
-    """A range of a row's tokens. Shapes: [tokens of the range], int32."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
-    weights: np.ndarray | None = None
-    """Weight of each label's loss, float32; None if the documents have no weights."""
-    numbers: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Other numbers of each label, float32 by name; 0 without a label."""
-    predictions: np.ndarray | None = None
-    """A teacher's predictions after each token, [tokens, 2 k + 1]; None if they are not stored."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredPredictions:
+class StoredPredictions(NamedTuple):
     """A teacher's predictions after each token of all documents: see `run.predictions`."""
 
     values: CheckedIds
-    """int32, [tokens, 2 k + 1] as one dim: k ids, and the bits of k + 1 log-probabilities."""
-    top_k: int
-    firsts: np.ndarray
-    """First token of each document among those of all."""
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Predictions after some tokens of a document, int32[tokens, 2 k + 1]."""
-        width = 2 * self.top_k + 1
-        first = int(self.firsts[document])
-        values = self.values.read((first + start) * width, (first + stop) * width)
-        return values.reshape(-1, width)
+    """int32, [tokens, width] as one dim."""
+    width: int
+    """Number of values of a token: see `core.batch.PREDICTIONS`."""
 
 
-class _Chunk(NamedTuple):
-    """Tokens that are stored together."""
-
-    tokens: CheckedIds
-    labels: CheckedIds
-    """Targets of the tokens before: the tokens themselves unless the records have labels."""
-    weights: np.ndarray | None
-    """Weight of the loss of predicting each token."""
-    numbers: dict[str, CheckedIds]
-    """Other numbers of each token that is predicted, by name."""
+_Chunk = dict[str, CheckedIds]
+"""Tokens that are stored together; the labels, which are targets of the tokens before; and of each
+label its weight, if the documents have weights, and other numbers by their names."""
 
 
 def _read_chunks(
@@ -165,18 +134,16 @@ def _read_chunks(
 ) -> tuple[list[_Chunk], list[np.ndarray]]:
     """Returns the chunks of a dataset, and the borders of the documents in each.
     Args: stats: checksums of the ids, if known. numbers: columns of numbers to read."""
-    columns: dict[str, list[Any]] = {}
+    columns: dict[str, list[CheckedIds]] = {}
     borders: list[np.ndarray] = []
     for name in (*numbers, "weights", "labels", "tokens"):
         if name not in dataset.column_names:
             continue
         lists = [*cache.read_lists(dataset, name)]
         borders = [offsets for offsets, _ in lists]  # the same for all columns
-        columns[name] = [values for _, values in lists]
-        if name != "weights" and stats is not None:
-            columns[name] = stats.check_blocks(name, columns[name])
-        elif name != "weights":
-            columns[name] = [*map(CheckedIds, columns[name])]
+        values = [values for _, values in lists]
+        columns[name] = stats.check_blocks(name, values) if stats else [*map(CheckedIds, values)]
+    columns.setdefault("labels", columns["tokens"])
     if count_documents_per_record(dataset) == 2:
         ends = np.cumsum([len(offsets) - 1 for offsets in borders])
         first_tokens = np.split(dataset.data.column(FIRST_TOKENS).to_numpy(), ends[:-1])
@@ -184,10 +151,9 @@ def _read_chunks(
             np.append(np.stack([offsets[:-1], offsets[:-1] + first], axis=1), offsets[-1])
             for offsets, first in zip(borders, first_tokens, strict=True)
         ]
-    tokens = columns["tokens"]
-    weights = columns.get("weights", [None] * len(tokens))
-    parts = [{name: columns[name][chunk] for name in numbers} for chunk in range(len(tokens))]
-    return [*map(_Chunk, tokens, columns.get("labels", tokens), weights, parts)], borders
+    return [
+        dict(zip(columns, parts, strict=True)) for parts in zip(*columns.values(), strict=True)
+    ], borders
 
 
 def _count_loss_tokens(
@@ -201,8 +167,8 @@ def _count_loss_tokens(
     begin = 0
     for chunk, starts in zip(chunks, borders, strict=True):
         end = begin + len(starts) - 1
-        if chunk.labels is not chunk.tokens:
-            is_target = chunk.labels.read_all() != NO_LABEL
+        if chunk["labels"] is not chunk["tokens"]:
+            is_target = chunk["labels"].read_all() != NO_LABEL
             num_before = np.append(np.int32(0), np.cumsum(is_target, dtype=np.int32))
             part = slice(*np.searchsorted(segments.document, [begin, end]))
             target = starts[segments.document[part] - begin] + 1
@@ -229,7 +195,7 @@ class Documents:
         stats: statistics of the datasets, with checksums of what is read; None: not checked.
         has_scores: give the last token of each document a label, 0, and no other token: a reward
             model scores documents there.
-        numbers: names of the numbers of tokens that batches have. Documents are then not cut.
+        numbers: names of the numbers of tokens that records have. Documents are then not cut.
         equal_numbers: those that must be equal for all loss tokens of a document.
     Reads: only the requested tokens, from the Arrow files that `datasets` maps into memory.
     Raises:
@@ -251,11 +217,6 @@ class Documents:
         numbers: Sequence[str] = (),
         equal_numbers: Sequence[str] = (),
     ):
-        self._max_id = np.iinfo(np.int32).max
-        """Highest id of all tokens and labels, if it is known."""
-        if stats is not None:
-            extremes = [ends for source in stats for ends in source.extreme_ids.values()]
-            self._max_id = max((highest for _, (highest, _) in extremes), default=0)
         self._tokenized = tokenized
         self._has_scores = has_scores
         self.numbers = numbers
@@ -296,40 +257,38 @@ class Documents:
             is_dropped = is_in_split & (used == 0) & (stored > 0)
             is_held_out = ~is_in_split & (not use_held_out)
             # a bad record has no tokens, and records without tokens are never held out
-            num_empty = np.sum(is_in_split & (stored == 0)) // self.per_record
+            num_empty = int(np.sum(is_in_split & (stored == 0))) // self.per_record
             num_skipped = 0
             skipped: list[dict[str, Any]] = []
             if num_empty and "problem" in dataset.column_names:
                 num_skipped, skipped = cache.find_bad_records(dataset, max_examples=3)
-            num_bare_answers = 0
+            bare_answers = np.zeros(1, np.int32)
             if BARE_ANSWERS in dataset.column_names:
                 bare_answers = dataset.data.column(BARE_ANSWERS).to_numpy()
-                num_bare_answers = bare_answers[is_kept[:: self.per_record]].sum()
-            counts = {
-                "num_documents": is_kept.sum(),
-                "num_tokens": segments.length[has_loss].sum(),
-                "num_loss_tokens": num_loss.sum(),
-                "num_skipped": num_skipped,
-                "num_empty": num_empty - num_skipped,
-                "num_split": np.sum(np.bincount(segments.document) > 1),
-                "num_truncated": is_truncated.sum(),
-                "num_tokens_truncated": (stored - used)[is_truncated].sum(),
-                "num_dropped": is_dropped.sum(),
-                "num_tokens_dropped": stored[is_dropped].sum(),
-                "num_without_loss": np.sum((used > 0) & ~is_kept),
-                "num_segments_without_loss": np.sum(~has_loss & is_kept[segments.document]),
-                "num_tokens_without_loss": segments.length[~has_loss].sum(),
-                "num_bare_answers": num_bare_answers,
-                "num_held_out": is_held_out.sum(),
-                "num_tokens_held_out": stored[is_held_out].sum(),
-            }
+
+            def count(mask: np.ndarray, numbers: np.ndarray | int = 1) -> int:
+                return int(np.sum(mask * numbers))
+
             self.sources.append(
                 SourceCounts(
                     name=source_names[number] if source_names else str(number),
-                    skipped_examples=tuple(
-                        f"{each['place']}: {each['problem']}" for each in skipped
-                    ),
-                    **{name: int(count) for name, count in counts.items()},
+                    num_documents=count(is_kept),
+                    num_tokens=count(has_loss, segments.length),
+                    num_loss_tokens=count(num_loss),
+                    num_skipped=num_skipped,
+                    skipped_examples=tuple(f"{x['place']}: {x['problem']}" for x in skipped),
+                    num_empty=num_empty - num_skipped,
+                    num_split=count(np.bincount(segments.document) > 1),
+                    num_truncated=count(is_truncated),
+                    num_tokens_truncated=count(is_truncated, stored - used),
+                    num_dropped=count(is_dropped),
+                    num_tokens_dropped=count(is_dropped, stored),
+                    num_without_loss=count((used > 0) & ~is_kept),
+                    num_segments_without_loss=count(~has_loss & is_kept[segments.document]),
+                    num_tokens_without_loss=count(~has_loss, segments.length),
+                    num_bare_answers=count(is_kept[:: self.per_record], bare_answers),
+                    num_held_out=count(is_held_out),
+                    num_tokens_held_out=count(is_held_out, stored),
                 )
             )
             segments = segments.select(has_loss)
@@ -340,12 +299,7 @@ class Documents:
             used_tokens.append(used)
             kept.append(is_kept)
             longest_stored = max(longest_stored, int(stored.max(initial=0)))
-        self.segments = Segments(
-            **{
-                name: np.concatenate([getattr(part, name) for part in kept_segments])
-                for name in ("document", "offset", "length")
-            }
-        )
+        self.segments = packing.concatenate(kept_segments)
         """Segments of the documents, which are numbered from 0."""
         is_kept = np.concatenate(kept)
         self.lengths = np.concatenate(used_tokens)[is_kept].astype(np.int64)
@@ -363,7 +317,7 @@ class Documents:
         jaxsp then computes it before it trains."""
         self.has_given_references = self.references is not None
         """True if the records have the log-probabilities of the reference model."""
-        self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
+        self.has_weights = any("weights" in chunk for chunk in self._chunks)
         self.predictions: StoredPredictions | None = None
         """A teacher's stored predictions."""
         self._check_documents(row_tokens, longest_stored)
@@ -403,8 +357,11 @@ class Documents:
         if self.num_loss_tokens > 0:
             return
         is_cut = row_tokens is not None and longest_stored > row_tokens
-        is_cut = is_cut and self.long_documents != "split"
-        if is_cut and any((chunk.labels.read_all() != NO_LABEL).any() for chunk in self._chunks):
+        if (
+            is_cut
+            and self.long_documents != "split"
+            and any((chunk["labels"].read_all() != NO_LABEL).any() for chunk in self._chunks)
+        ):
             can_split = self.per_record == 1 and not self.numbers
             split = "data.long_documents=split, or " if can_split else ""
             raise UserError(
@@ -416,6 +373,16 @@ class Documents:
             "at least one token must have a label. Give documents of two tokens or more, "
             "with labels that are not all -100."
         )
+
+    @functools.cached_property
+    def first_tokens(self) -> np.ndarray:
+        """First token of each document among those of all documents."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @property
+    def number_names(self) -> list[str]:
+        """Names of the numbers of tokens that batches have."""
+        return [*self.numbers, *([] if self.predictions is None else [PREDICTIONS])]
 
     @property
     def num_loss_tokens(self) -> int:
@@ -437,20 +404,19 @@ class Documents:
         source = self.sources[number].name
         return {"source": source, "record_index": record, "location": dataset[record]["place"]}
 
-    def read_slice(self, row: Segments, begin: int, end: int) -> RowSlice:
-        """Returns the tokens `begin` to `end` of a row. Labels and positions are those of the whole
-        document: a token before a cut has its label, and positions continue after the cut. After
-        the last segment is padding: token 0, label -100, position 0."""
-        part = RowSlice(
-            tokens=np.zeros(end - begin, np.int32),
-            labels=np.full(end - begin, NO_LABEL, np.int32),
-            positions=np.zeros(end - begin, np.int32),
-            weights=np.zeros(end - begin, np.float32) if self.has_weights else None,
-            numbers={name: np.zeros(end - begin, np.float32) for name in self.numbers},
-            predictions=None
-            if self.predictions is None
-            else np.zeros((end - begin, 2 * self.predictions.top_k + 1), np.int32),
-        )
+    def read_slice(self, row: Segments, begin: int, end: int) -> dict[str, np.ndarray]:
+        """Returns tokens, labels and positions of the tokens `begin` to `end` of a row, int32.
+
+        They are those of the whole document: a token before a cut has its label, and positions
+        continue after the cut. After the last segment is padding: token 0, label -100, position 0.
+        Also `weights` and the `numbers` of the labels, float32, and a teacher's PREDICTIONS after
+        each token, [tokens, width], if the documents have them.
+        """
+        size = end - begin
+        part = {name: np.zeros(size, np.int32) for name in ("tokens", "labels", "positions")}
+        part["labels"][:] = NO_LABEL
+        numbers = [*self.numbers, *(["weights"] if self.has_weights else [])]
+        part |= {name: np.zeros(size, np.float32) for name in numbers}
         starts = row.starts
         ends = starts + row.length
         touched = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, end))
@@ -460,8 +426,9 @@ class Documents:
         document = row.document[touched]
         first_token = row.offset[touched] + left - starts[touched]
         num_filled = right.max(initial=begin) - begin
-        part.positions[:num_filled] = np.repeat((first_token - left).astype(np.int32), num_tokens)
-        part.positions[:num_filled] += np.arange(begin, begin + num_filled, dtype=np.int32)
+        positions = part["positions"][:num_filled]
+        positions[:] = np.repeat((first_token - left).astype(np.int32), num_tokens)
+        positions += np.arange(begin, begin + num_filled, dtype=np.int32)
         # a document's last token has no label
         num_labels = np.minimum(self.lengths[document] - 1 - first_token, num_tokens)
         # Arithmetic is vectorized over the segments: a row of 468 takes 2 ms instead of 3.3 (2
@@ -476,31 +443,21 @@ class Documents:
         )
         for chunk_number, start, at, count, label_count in segments:
             chunk = self._chunks[chunk_number]
-            part.tokens[at : at + count] = chunk.tokens.read(start, start + count)
+            part["tokens"][at : at + count] = chunk["tokens"].read(start, start + count)
             first = start + 1
-            end = first + label_count
-            part.labels[at : at + label_count] = chunk.labels.read(first, end)
-            if part.weights is not None and chunk.weights is not None:
-                part.weights[at : at + label_count] = chunk.weights[first:end]
-            for name, values in part.numbers.items():
-                values[at : at + label_count] = chunk.numbers[name].read(first, end)
-        if self.predictions is not None and part.predictions is not None:
-            spans = zip(document, first_token, left - begin, num_tokens, strict=True)
-            for number, start, at, count in spans:
-                part.predictions[at : at + count] = self.predictions.read(
-                    number, start, start + count
-                )
+            for name in ("labels", *numbers):
+                part[name][at : at + label_count] = chunk[name].read(first, first + label_count)
+        if self.predictions is not None:
+            stored, width = self.predictions
+            part[PREDICTIONS] = np.zeros((size, width), np.int32)
+            firsts = self.first_tokens[document] + first_token
+            for first, at, count in zip(firsts, left - begin, num_tokens, strict=True):
+                values = stored.read(first * width, (first + count) * width)
+                part[PREDICTIONS][at : at + count] = values.reshape(-1, width)
         if self._has_scores:
-            part.labels[:] = NO_LABEL
+            part["labels"][:] = NO_LABEL
             last = left - begin + self.lengths[document] - 1 - first_token
-            part.labels[last[last < left - begin + num_tokens]] = 0
-        # Training on an id out of range corrupts weights. The check takes 1 % of the time.
-        for ids, lowest in ((part.tokens, 0), (part.labels, NO_LABEL)):
-            if len(ids) and not lowest <= ids.min() <= ids.max() <= self._max_id:
-                raise NeedsAttentionError(
-                    f"data: a row has ids from {ids.min()} to {ids.max()}, but the highest id in "
-                    f"the documents is {self._max_id}: this machine's memory may be faulty."
-                )
+            part["labels"][last[last < left - begin + num_tokens]] = 0
         return part
 
 
@@ -564,10 +521,10 @@ def _check_numbers(
     `equal_numbers`."""
     begin = 0
     for chunk, starts in zip(chunks, borders, strict=True):
-        targets = np.flatnonzero(chunk.labels.read_all() != NO_LABEL)
+        targets = np.flatnonzero(chunk["labels"].read_all() != NO_LABEL)
         document = np.searchsorted(starts, targets, side="right") - 1
-        for name, stored in chunk.numbers.items():
-            values = stored.read_all()[targets]
+        for name in [x for x in chunk if x not in ("tokens", "labels", "weights")]:
+            values = chunk[name].read_all()[targets]
             wrong = document[~np.isfinite(values)]
             problem = f"has no {name}, which the objective needs. Add them, or leave it out."
             if name in equal_numbers and not len(wrong):

@@ -139,14 +139,14 @@ def _make_tables(
     entries = tqdm(
         records.entries(), desc=f"Reading {source.source}", unit=" records", delay=3.0, disable=None
     )
-    batches = _divide(entries, next(iter(records.columns)))
+    batches = _divide(entries, source.column)
     # macOS does not restrict the cores of a process
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     num_workers = max_workers or min(num_cores, -(-records.num_bytes // source.bytes_per_worker))
     if num_workers <= 1 or options is None:
         for batch in batches:
-            yield encode_batch(batch, source, options)
+            yield encode_batch(batch, source, options, has_labels=records.has_labels)
         return
     try:
         with (
@@ -190,7 +190,7 @@ def _divide(entries: Iterable[RecordEntry], column: str) -> Iterator[list[Record
     size = 0
     for entry in entries:
         batch.append(entry)
-        size += len(entry[column]) + 100  # a source may have a million empty ones
+        size += len(entry.get(column, "")) + 100  # a source may have a million empty ones
         if size > _BATCH_SIZE:
             yield batch
             batch = []
@@ -214,18 +214,21 @@ def _encode_in_worker(entries: list[RecordEntry]) -> pa.Table:
 
 
 def encode_batch(
-    entries: list[RecordEntry], source: Source, options: ChatOptions | None
+    entries: list[RecordEntry],
+    source: Source,
+    options: ChatOptions | None,
+    *,
+    has_labels: bool = False,
 ) -> pa.Table:
     """Returns the tokens of records, or their problems: see TokenizedSource.dataset.
-    Args: options: None if the records are tokens."""
+    Args: options: None if the records are tokens; has_labels: these tokens have labels."""
     columns: RecordEntry = {"tokens": np.zeros(0, np.int32)}
-    has_spans = source.is_chat and options is not None and not options.has_full_loss
-    if has_spans or "labels" in entries[0]:
+    if has_labels or (source.is_chat and options is not None and not options.has_full_loss):
         columns["labels"] = columns["tokens"]
     if source.is_chat:
-        columns[BARE_ANSWERS] = 0
+        columns[BARE_ANSWERS] = np.int32(0)
     if source.num_documents > 1:
-        columns[FIRST_TOKENS] = 0
+        columns[FIRST_TOKENS] = np.int32(0)
     columns |= source.values
     columns |= dict.fromkeys(source.numbers, np.zeros(0, np.float32))
     usable = [entry for entry in entries if entry["problem"] is None]
@@ -247,13 +250,9 @@ def encode_batch(
         arrays[name] = (
             cache.make_lists(values)
             if isinstance(default, np.ndarray)
-            else pa.array(values, _TYPES[type(default)])
+            else pa.array(np.array(values, np.asarray(default).dtype))
         )
     return pa.table(arrays)
-
-
-_TYPES = {int: pa.int32(), float: pa.float64(), bool: pa.bool_()}
-"""Arrow types of columns with one value for each record, by the Python type of the values."""
 
 
 class EncodedDocument(NamedTuple):

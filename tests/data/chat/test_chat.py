@@ -11,7 +11,8 @@ from transformers.utils import chat_template_utils
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat, chat_template, span_search, template_text, turn_ends
+from jaxsp.data.chat import chat, chat_template, template_text
+from jaxsp.data.chat import spans as span_search
 from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.data_config import DataConfig
 from tests.data.chat import chats
@@ -138,7 +139,7 @@ TWO = "{% for m in messages %}{{ m.content }}<|im_end|><|eot_id|>\n{% endfor %}"
     ],
 )
 def test_the_tokens_that_end_turns_are_found(tokenizer, template, stops):
-    assert turn_ends.find(tokenizer, template).stops == stops
+    assert chat_template.find_turn_end(tokenizer, template).stops == stops
 
 
 def test_marks_give_the_same_mask_as_transformers(tokenizer):
@@ -222,7 +223,7 @@ def test_masks_of_long_conversations_take_linear_time(tokenizer, monkeypatch, na
     call = {"role": "assistant", "tool_calls": [chats.CALL]}
     called = [] if name == "turns" else [TALK[0], call, {"role": "tool", "content": "t"}, TALK[1]]
     messages = [*TALK, *called] * 20
-    turn_ends.find(tokenizer, LONG[name])  # once for a template
+    chat_template.find_turn_end(tokenizer, LONG[name])  # once for a template
     render = chat_template_utils.render_jinja_template
     rendered = []
 

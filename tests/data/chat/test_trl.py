@@ -9,7 +9,8 @@ import datasets
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat, span_search
+from jaxsp.data.chat import chat
+from jaxsp.data.chat import spans as span_search
 from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from tests.data.chat import chats, test_chat

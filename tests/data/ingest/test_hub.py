@@ -72,6 +72,13 @@ def test_a_saved_data_set_with_other_data_and_the_same_fingerprint_is_read_again
     assert read("one")["text"] == TEST["text"]
 
 
+def test_a_damaged_saved_data_set_is_refused(tmp_path):
+    datasets.Dataset.from_list([{"text": "a text"}] * 9).save_to_disk("one")
+    (path,) = pathlib.Path("one").glob("*.arrow")
+    path.write_bytes(path.read_bytes().replace(b"a text", b"a \xffext"))
+    assert_names(problem("one"), "broken", "UTF8", "Copy")
+
+
 def test_the_configured_split_is_read_by_default_train(tmp_path):
     datasets.DatasetDict(train=TRAIN, test=TEST).save_to_disk("both")
     datasets.DatasetDict(test=TEST).save_to_disk("single")

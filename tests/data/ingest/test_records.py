@@ -99,7 +99,9 @@ def read(path, columns=select_text):
         (name, codec)
         for name in CONTENT
         for codec in (
-            (None, "gzip", "zstd") if file_types.detect_file_type(name).is_compressible else (None,)
+            (None, "gzip", "zstd")
+            if file_types.detect_file_type(name)[0] in file_types.COMPRESSIBLE
+            else (None,)
         )
     ],
 )
@@ -278,13 +280,12 @@ def test_an_unreadable_record_counts_and_has_a_problem(
         assert_names(problems[place], *parts)
 
 
-def test_invalid_utf8_in_a_table_is_one_bad_row(tmp_path):
+def test_invalid_utf8_in_a_table_is_damage(tmp_path):
     texts = pa.array([b"x", b"\xff", b"y"]).view(pa.string())
     with pa.ipc.new_file(str(tmp_path / "a.arrow"), pa.schema({"text": pa.string()})) as writer:
         writer.write_batch(pa.record_batch([texts], names=["text"]))
-    assert [
-        (record and record["text"], bool(problem)) for _, record, problem in read("a.arrow")
-    ] == [("x", False), (None, True), ("y", False)]
+    with assert_refused("broken", "UTF8", start="a.arrow: "):
+        read("a.arrow")
 
 
 def test_only_selected_columns_are_read_and_without_them_all_are_named(tmp_path):
@@ -338,7 +339,7 @@ def test_files_of_the_gzip_module_are_read(tmp_path):
     assert len(read("a.jsonl.gz")) == len(RECORDS)
 
 
-def test_all_arrow_streams_in_a_file_are_read(tmp_path):
+def test_a_file_of_several_arrow_streams_is_refused(tmp_path):
     """`cat` writes such files."""
 
     def stream(table):
@@ -349,12 +350,9 @@ def test_all_arrow_streams_in_a_file_are_read(tmp_path):
 
     first = stream(pa.table({"text": ["a", "b"]}))
     second = stream(pa.table({"text": ["c"]}))
-    (tmp_path / "a.arrow").write_bytes(first + second)
-    actual = [(place.rpartition(" ")[2], record) for place, record, _ in read("a.arrow")]
-    assert actual == [("1", {"text": "a"}), ("2", {"text": "b"}), ("3", {"text": "c"})]
-    for rest, noun in ((stream(pa.table({"x": [1]})), "columns"), (second[:-4], "")):
+    for rest, noun in ((second, "another stream"), (second[:-4], "")):
         (tmp_path / "a.arrow").write_bytes(first + rest)
-        with pytest.raises(UserError, match=rf"^a\.arrow: .*broken.*row [23] .*{noun}"):
+        with pytest.raises(UserError, match=rf"^a\.arrow: .*broken.*row 2 .*{noun}"):
             read("a.arrow")
 
 
@@ -390,5 +388,5 @@ def test_an_array_may_begin_after_any_number_of_spaces(tmp_path):
 def test_a_duplicate_key_in_a_broken_line_is_no_problem_of_the_next_line(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"m": {"b": 1, "b": 2}, oops\n{"text": "good"}\n')
     (_, _, problem), good = read("a.jsonl")
-    assert_names(problem, "JSON")
+    assert_names(problem, "b", "twice")
     assert good == ("a.jsonl, line 2", {"text": "good"}, None)

@@ -95,8 +95,8 @@ def test_rows_have_the_number_of_each_label(tmp_path):
     documents = Documents([made.dataset], stats=[made.stats], row_tokens=8, numbers=numbers)
     row = Segments(document=np.array([1]), offset=np.array([0]), length=np.array([5]))
     part = documents.read_slice(row, 1, 8)
-    assert part.labels.tolist() == [7, -100, 9, *[-100] * 4]
-    assert {name: array.tolist() for name, array in part.numbers.items()} == {
+    assert part["labels"].tolist() == [7, -100, 9, *[-100] * 4]
+    assert {name: part[name].tolist() for name in numbers} == {
         "advantages": [2, 0, 2, 0, 0, 0, 0],
         "old_logps": [-1, 0, -2, 0, 0, 0, 0],
     }

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core.layout import KEPT_ORDER, Layout
-from jaxsp.data.packing import balance
+from jaxsp.data.packing import loader
 
 ROWS = {
     "one document": [(0, 96)],
@@ -22,7 +22,7 @@ LAYOUTS = [
 def count(rows, layout):
     places = np.array([place for row in rows for place in row], np.int32).reshape(-1, 2)
     row_starts = np.cumsum([0, *map(len, rows)])
-    return balance.count_row_work(
+    return loader.count_row_work(
         places[:, 0],
         places[:, 1],
         row_starts,
@@ -57,12 +57,12 @@ def test_the_work_is_the_number_of_pairs_of_tokens(layout):
 def test_one_document_is_balanced_and_groups_wait_for_the_slowest():
     for layout in LAYOUTS:
         work = count([[(0, 96)]], layout)
-        assert balance.compute_imbalance(work[None], has_ring_steps=True) == pytest.approx(
+        assert loader.compute_imbalance(work[None], has_ring_steps=True) == pytest.approx(
             1, abs=0.1
         )
     work = np.array([[[[4, 2], [1, 3]], [[1, 1], [1, 1]]]])
     for has_ring_steps, slowest in ((True, 4 + 3), (False, 5)):
-        imbalance = balance.compute_imbalance(work, has_ring_steps=has_ring_steps)
+        imbalance = loader.compute_imbalance(work, has_ring_steps=has_ring_steps)
         assert imbalance == pytest.approx(slowest / ((5 + 2) / 2))
-    assert balance.compute_imbalance(np.zeros((1, 1, 1, 1)), has_ring_steps=True) == 1
+    assert loader.compute_imbalance(np.zeros((1, 1, 1, 1)), has_ring_steps=True) == 1
     assert count([[(0, 3), (5, 4)]], KEPT_ORDER).tolist() == [[[25]]]

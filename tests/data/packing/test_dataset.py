@@ -227,11 +227,11 @@ def test_a_truncated_document_ends_like_any_other():
         stored = Documents([tokenized([40], 1, labels)], row_tokens=32, long_documents="truncate")
         row = data_of([[40]], test_loader.settings_of(), long_documents="truncate").stream.row(0)
         share = stored.read_slice(row, 0, 32)
-        assert share.tokens.tolist() == list(range(1, 33))
-        assert share.labels.tolist() == [
+        assert share["tokens"].tolist() == list(range(1, 33))
+        assert share["labels"].tolist() == [
             token if token % 3 or not labels else -100 for token in range(2, 33)
         ] + [-100]
-        assert stored.num_loss_tokens == np.sum(share.labels != -100)
+        assert stored.num_loss_tokens == np.sum(share["labels"] != -100)
 
 
 def test_a_long_document_may_be_an_error():

@@ -163,7 +163,8 @@ def test_rows_are_dealt_to_the_groups_in_turn():
     ((given, _), *_) = feed.batches()
     # equally long: they are dealt in their order
     first = [
-        int(feed._documents.read_slice(feed._stream.row(row), 0, 1).tokens[0]) for row in range(8)
+        int(feed._documents.read_slice(feed._stream.row(row), 0, 1)["tokens"][0])
+        for row in range(8)
     ]
     # group 0 gets rows 0, 2, 4, 6 and group 1 the others, two at once
     assert np.asarray(given.tokens_BL)[:, :, 0].tolist() == [
@@ -243,7 +244,7 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
         for index, row in enumerate(map(plans.row, order)):
             tokens = documents.read_slice(row, 0, 32)
             slots = row_reader.make_slots(row, 5)
-            whole = dataclasses.asdict(tokens) | slots
+            whole = tokens | slots
             assert np.array_equal(actual[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(actual[total:] == (-100 if name == "labels_BL" else 0))
     assert (

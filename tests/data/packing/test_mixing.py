@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from jaxsp.core.errors import UserError
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs, Segments
 
@@ -74,7 +73,7 @@ def test_rows_of_a_mixture_can_be_read_in_any_order(shares):
 
     only = stream()
     straight = [only.row(index).document[0] for index in range(5000)]
-    part_of_row, index_in_part = only._locate_rows(0, 5000)
+    part_of_row, index_in_part = (each[:5000] for each in only._interleave(8192))
     for part in range(len(shares)):
         places = index_in_part[part_of_row == part].tolist()
         assert places == list(range(len(places))), "each of a part's rows once, in order"
@@ -123,5 +122,3 @@ def test_a_schedule_takes_no_memory_for_its_steps():
     actual = RowSchedule(begin_row=5, rows_per_step=4, num_steps=10**9)
     assert actual.step_rows(10**9 - 1) == (5 + 4 * (10**9 - 1), 4)
     assert (actual.rows_consumed(10**9), actual.num_rows) == (5 + 4 * 10**9, 4 * 10**9)
-    with pytest.raises(UserError, match=r"^run\.steps: .*\b1[0,]{9,} .*\b1[0,]+"):
-        RowSchedule(begin_row=0, rows_per_step=4, num_steps=10**20)

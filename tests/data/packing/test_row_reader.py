@@ -46,9 +46,14 @@ def test_every_range_of_a_row_is_cut_from_the_whole_row():
             for end in range(begin, 15):
                 share = stored.read_slice(row, begin, end)
                 assert np.array_equal(
-                    [share.tokens, share.labels, share.positions], whole[:, begin:end]
+                    [share["tokens"], share["labels"], share["positions"]], whole[:, begin:end]
                 ), (begin, end)
-                assert share.tokens.dtype == share.labels.dtype == share.positions.dtype == np.int32
+                assert (
+                    share["tokens"].dtype
+                    == share["labels"].dtype
+                    == share["positions"].dtype
+                    == np.int32
+                )
 
 
 def test_a_document_over_three_rows_keeps_labels_and_positions():
@@ -63,12 +68,14 @@ def test_a_document_over_three_rows_keeps_labels_and_positions():
                 shares.append((first, stored.read_slice(row, int(start), int(start + length))))
     shares.sort(key=lambda found: found[0])
     assert [first for first, _ in shares] == [0, 8, 16]
-    assert np.concatenate([share.tokens for _, share in shares]).tolist() == list(range(100, 120))
-    assert np.concatenate([share.labels for _, share in shares]).tolist() == [
+    assert np.concatenate([share["tokens"] for _, share in shares]).tolist() == list(
+        range(100, 120)
+    )
+    assert np.concatenate([share["labels"] for _, share in shares]).tolist() == [
         *range(101, 120),
         -100,
     ]
-    assert np.concatenate([share.positions for _, share in shares]).tolist() == list(range(20))
+    assert np.concatenate([share["positions"] for _, share in shares]).tolist() == list(range(20))
 
 
 def test_documents_of_several_datasets_follow_each_other_and_empty_ones_are_left_out():
@@ -79,8 +86,8 @@ def test_documents_of_several_datasets_follow_each_other_and_empty_ones_are_left
     assert [source.num_empty for source in stored.sources] == [1, 1]
     assert [source.num_without_loss for source in stored.sources] == [1, 0]
     share = stored.read_slice(row_of((0, 0, 2), (1, 0, 3), (2, 0, 2), (3, 0, 3)), 0, 10)
-    assert share.tokens.tolist() == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9]
-    assert share.labels.tolist() == [2, -100, 4, 5, -100, 6, -100, -100, 9, -100]
+    assert share["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9]
+    assert share["labels"].tolist() == [2, -100, 4, 5, -100, 6, -100, -100, 9, -100]
 
 
 def test_loss_tokens_are_those_with_a_label():
@@ -89,13 +96,17 @@ def test_loss_tokens_are_those_with_a_label():
     for marks in (None, labels):
         stored = Documents([dataset(documents, marks)])
         share = stored.read_slice(row_of((0, 0, 3), (1, 0, 4)), 0, 7)
-        assert stored.num_loss_tokens == np.sum(share.labels != -100) == (5 if marks is None else 3)
+        assert (
+            stored.num_loss_tokens == np.sum(share["labels"] != -100) == (5 if marks is None else 3)
+        )
 
 
 def test_a_slice_of_a_dataset_is_read_in_its_place():
     stored = dataset([[1, 2], [3, 4, 5], [6, 7]])
     middle = datasets.Dataset(stored.data.slice(1, 2), info=stored.info)
-    assert Documents([middle]).read_slice(row_of((0, 0, 3), (1, 0, 2)), 0, 5).tokens.tolist() == [
+    assert Documents([middle]).read_slice(row_of((0, 0, 3), (1, 0, 2)), 0, 5)[
+        "tokens"
+    ].tolist() == [
         3,
         4,
         5,
@@ -116,8 +127,8 @@ def test_tokens_are_not_copied(tmp_path):
     dataset([[1, 2, 3]]).save_to_disk(tmp_path / "saved")
     datasets.disable_progress_bars()
     (chunk,) = Documents([datasets.load_from_disk(tmp_path / "saved")])._chunks
-    assert not chunk.tokens.ids.flags.owndata
-    assert not chunk.tokens.ids.flags.writeable
+    assert not chunk["tokens"].ids.flags.owndata
+    assert not chunk["tokens"].ids.flags.writeable
 
 
 def test_documents_without_labels_are_an_error():

@@ -274,10 +274,10 @@ def test_concurrent_processes_tokenize_a_source_once(tmp_path, monkeypatch):
     calls = []
     encode = text.encode_batch
 
-    def slow(*arguments):
+    def slow(*arguments, **others):
         calls.append(arguments)
         time.sleep(0.3)
-        return encode(*arguments)
+        return encode(*arguments, **others)
 
     monkeypatch.setattr(text, "encode_batch", slow)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
