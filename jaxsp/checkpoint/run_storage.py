@@ -7,6 +7,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import filelock
 import jax
@@ -18,7 +19,9 @@ from jaxsp.checkpoint.reader import META_FILE
 from jaxsp.core import files, paths
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
 from jaxsp.system import distributed, run_lock
-from jaxsp.system.object_store import ObjectStore
+
+if TYPE_CHECKING:  # few runs use a store
+    from jaxsp.system.object_store import ObjectStore
 
 ID_FILE = "run_id"
 
@@ -38,6 +41,8 @@ def make_local(text: str) -> str:
     """Returns the local copy of a run's or a checkpoint's URL; other texts are returned."""
     if not paths.is_url(text):
         return text
+    from jaxsp.system.object_store import ObjectStore
+
     paths.check_url(text)
     url, _, step = text.rstrip("/").partition(f"/{run_paths.CHECKPOINTS_DIR}/")
     store = ObjectStore(url)
@@ -50,7 +55,11 @@ def make_local(text: str) -> str:
 
 
 def download(
-    store: ObjectStore, folder: pathlib.Path, *, steps: set[int] | None = None, is_old: bool = True
+    store: "ObjectStore",
+    folder: pathlib.Path,
+    *,
+    steps: set[int] | None = None,
+    is_old: bool = True,
 ) -> None:
     """Downloads checkpoints (None: all) and other files of a store into a local copy.
     Args: is_old: True to remove checkpoints of the copy that the store does not have."""
@@ -75,7 +84,7 @@ def download(
         store.download({name: folder / name for name in names}, sizes)
 
 
-def find_same(store: ObjectStore, folder: pathlib.Path, complete: set[int]) -> set[int]:
+def find_same(store: "ObjectStore", folder: pathlib.Path, complete: set[int]) -> set[int]:
     """Returns those of the store's complete checkpoints whose arrays are equal in a local copy."""
     same = set()
     for step in complete & {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)}:
@@ -92,7 +101,7 @@ class Uploads:
     """Uploads of one process: its shards, and everything else if it is process 0.
     A checkpoint is complete in the store once its metadata is there, which is uploaded last."""
 
-    store: ObjectStore
+    store: "ObjectStore"
     folder: pathlib.Path
     complete: set[int]  # steps of the checkpoints in the store that are the local ones
     _versions: dict[str, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
@@ -170,6 +179,8 @@ def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
     if not paths.is_url(url):
         yield
         return
+    from jaxsp.system.object_store import ObjectStore
+
     with at("run.directory", url):
         store = ObjectStore(url)
         stored = int(multihost_utils.broadcast_one_to_all(np.int32(_clean(store, folder))))
@@ -204,7 +215,7 @@ def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
     own.finish()
 
 
-def _clean(store: ObjectStore, folder: pathlib.Path) -> int:
+def _clean(store: "ObjectStore", folder: pathlib.Path) -> int:
     """Deletes incomplete checkpoints. Returns: latest complete one, or 0, in process 0."""
     if jax.process_index() > 0:
         return 0

@@ -33,6 +33,9 @@ def find_limits(devices: Iterable[Any]) -> MemoryLimit:
     The minimum over all processes, so that all choose the same memory options. All must call it
     together.
     """
+    devices = [*devices]
+    if devices[0].platform == "cpu":
+        return MemoryLimit(math.inf, math.inf)
     return MemoryLimit(*_min_over_processes(*_find_local_limits(_list_local(devices))))
 
 

@@ -86,6 +86,7 @@ def test_a_run_on_one_mesh_goes_on_on_another_and_its_model_is_used_without_the_
         run(changed)
 
 
+@pytest.mark.e2e
 def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
     folder, monkeypatch
 ):

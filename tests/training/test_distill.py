@@ -132,7 +132,13 @@ def distill_in_torch(student: Any, teacher: Any, objective: Distill) -> Right:
     return Right(mean.item(), num_tokens, {n: x.grad for n, x in student.named_parameters()})
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_DEFAULT_TIER = "1x8, too many devices for the heads, a larger vocabulary"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x == IN_DEFAULT_TIER else pytest.mark.e2e) for x in CASES],
+)
 def test_loss_gradients_and_counts_are_those_of_torch_and_trl(name, small_shards):
     case = CASES[name]
     fields = make_fields("qwen3")

@@ -29,7 +29,6 @@ from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import file_types, hub
 from jaxsp.data.ingest.file_types import LocatedRecord, Select
 from jaxsp.system import distributed
-from jaxsp.system.object_store import ObjectStore
 
 _MAX_CHECKED_BAD = 100
 """Number of bad records after which reading stops: the config must be wrong."""
@@ -236,6 +235,8 @@ def _find_objects(url: str) -> tuple[dict[str, tuple[int, str]], Callable[[str],
     Raises: UserError if there is none, or if the store cannot be used.
     """
     import datasets
+
+    from jaxsp.system.object_store import ObjectStore
 
     paths.check_url(url)
     bucket = "/".join(url.split("/")[:3])
