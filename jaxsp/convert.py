@@ -5,7 +5,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from jaxsp import cli
 from jaxsp.config import foreign_names, yaml_io
@@ -13,6 +13,7 @@ from jaxsp.config.fields import is_count
 from jaxsp.config.foreign_names import Counterpart
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
+from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.run import config_file
 from jaxsp.system import redaction
@@ -25,6 +26,17 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     "optimizer": {"learning_rate": 1e-5},
 }
 """Values of required fields that the input does not set; data.train is beside them."""
+
+_POLICY_NAMES = ("num_generations", "reward_funcs", "epsilon_high", "importance_sampling_level")
+_POLICY_VALUES = (
+    *("grpo", "gspo", "gdpo", "ppo", "rloo"),
+    *get_args(Policy.model_fields["loss_type"].annotation),
+)
+"""Names of options, and values, that only RL has."""
+
+_DIVERGENCE_FIELDS = ("objective.beta", "objective.divergence")
+_DIVERGENCES = {0: ["objective.divergence=forward_kl"], 1: ["objective.divergence=reverse_kl"]}
+"""What beta of TRL's GKD stands for; between 0 and 1 it is that of jsd."""
 
 _HEAD = (
     "# Options that the input does not have are jaxsp's defaults, not those of the other system:",
@@ -163,6 +175,10 @@ def _count_rows(options: list[_Option], num_gpus: int) -> list[_Option]:
     if micro is None or num_gpus < 1 or num_gpus % sharing:
         return []
     rows = micro * accumulation * num_gpus // sharing
+    for option in options:
+        if option.name == "gradient_accumulation_steps":
+            option.field = None
+            option.note = "part of batch.rows_per_step"
     name = f"micro batch {micro} x accumulation {accumulation} x {num_gpus} GPUs / {sharing}"
     return [_Option(name=name, value=rows, words=[f"batch.rows_per_step={rows}"])]
 
@@ -178,13 +194,20 @@ def _make_fields(options: list[_Option]) -> tuple[dict[str, Any], set[str]]:
         kinds.append("distill")
     kind = kinds[0] if kinds else "sft"
     for option in options:
-        is_online = option.name.rpartition(".")[2] in ("num_generations", "reward_funcs")
-        if is_online or option.value in ("grpo", "gspo", "gdpo", "ppo", "rloo"):
+        name = option.name.rpartition(".")[2]
+        if name in _POLICY_NAMES or option.value in _POLICY_VALUES:
             raise UserError(
                 f"{option.name} = {yaml_io.format_value(option.value)}: belongs to RL that samples "
                 "while it trains. jaxsp has its losses on given trajectories: write a config as in "
                 "configs/guide/policy.md."
             )
+        field = str(option.field).partition("=")[0]
+        is_divergence = field in _DIVERGENCE_FIELDS and type(option.value) in (int, float)
+        if kind == "distill" and is_divergence:
+            option.words = _DIVERGENCES.get(option.value) or [
+                "objective.divergence=jsd",
+                f"objective.beta={option.value}",
+            ]
     forms = {own.model_fields["type"].default: own.format for own in OBJECTIVES}
     source = {"source": "FILL-IN.jsonl", "format": forms.get(kind) or "messages"}
     fields = copy.deepcopy(_REQUIRED) | {"objective": {"type": kind}}

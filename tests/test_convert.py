@@ -144,7 +144,7 @@ def test_values_are_kept_where_the_field_means_the_same(tmp_path):
     assert (adapter.type, adapter.quantization, adapter.rank) == ("lora", "nf4", 32)
     assert (config.mesh.seq, config.run.epochs, config.checkpoint.keep_latest) == (4, 3, 3)
     by_hand = output.split("Set the field by hand:")[1].split("# Set:")[0]
-    for name in ("gradient_accumulation_steps", "datasets.1.type", "datasets.1.path", "saves_per"):
+    for name in ("datasets.1.type", "datasets.1.path", "saves_per"):
         assert f"{name}" in by_hand
 
 
@@ -198,6 +198,16 @@ def test_a_teacher_makes_a_distillation_and_online_rl_is_refused(tmp_path):
     file.write_text("teacher_model_name_or_path: big\nmodel_name_or_path: small\nmax_steps: 5\n")
     text = convert.convert([file], num_gpus=1)
     assert yaml_io.load(text)["objective"] == {"type": "distill", "teacher": "big"}
-    file.write_text("model_name_or_path: small\nnum_generations: 8\n")
-    with pytest.raises(UserError, match=r"num_generations = 8: .*policy\.md"):
-        convert.convert([file], num_gpus=1)
+    for beta, fields in (
+        ("0.0", {"divergence": "forward_kl"}),
+        ("1", {"divergence": "reverse_kl"}),
+        ("0.5", {"divergence": "jsd", "beta": 0.5}),
+        ("0.3", {"divergence": "jsd", "beta": 0.3}),
+    ):
+        file.write_text(f"teacher_model_name_or_path: big\nbeta: {beta}\nloss_top_k: 64\n")
+        objective = yaml_io.load(convert.convert([file], num_gpus=1))["objective"]
+        assert objective == {"type": "distill", "teacher": "big"} | fields
+    for line in ("num_generations: 8", "loss_type: dr_grpo", "epsilon_high: 0.28"):
+        file.write_text(f"model_name_or_path: small\n{line}\nepsilon: 0.2\n")
+        with pytest.raises(UserError, match=rf"{line.replace(':', ' =')}: .*policy\.md"):
+            convert.convert([file], num_gpus=1)
