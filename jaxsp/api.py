@@ -51,7 +51,6 @@ from jaxsp.run import (
     build,
     config_file,
     export_command,
-    initial_weights,
     jax_limits,
     merging,
     model_files,
@@ -166,7 +165,7 @@ class Trainer:
                 layout=self.spec.attention.strategy.layout,
             )
             problems.raise_if_any()
-        self._weights = initial_weights.open_sources(
+        self._weights = model_files.open_weights(
             self.spec, self.model.model_folder, self.model.adapter_folder
         )
         self._state: TrainState | None = None

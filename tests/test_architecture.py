@@ -14,24 +14,26 @@ import pytest
 
 REPO = pathlib.Path(__file__).parent.parent
 
-LAYERS = (
-    "core",
-    "config",
-    "system",
-    "attention data delta_rule experts objectives tasks",
-    "blocks",
-    "model",
-    "hf sharding",
-    "optimizers",
-    "training",
-    "planning",
-    "generation",
-    "checkpoint evaluation",
-    "run",
-    "commands",
-)
-"""Packages from the bottom up. A package imports from lower layers only; packages on one layer do
-not know each other. `commands` are the modules directly in jaxsp/."""
+README = pathlib.Path("jaxsp/README.md")
+
+
+def read_packages(repo: pathlib.Path) -> tuple[list[list[str]], set[str]]:
+    """Packages of README's first block of code by layer, from the bottom up; and all folders.
+    Packages on one layer do not know each other. `commands` are the modules directly in jaxsp/."""
+    layers: list[list[str]] = []
+    folders: set[str] = set()
+    block = (repo / README).read_text(encoding="utf-8").partition("```\n")[2].partition("```")[0]
+    for line in block.splitlines():
+        if package := re.match(r"([ \d]{2}) (\w+) ", line):
+            layers += [[]] if package[1].strip() else []
+            layers[-1].append(package[2])
+            folders.add(package[2])
+        elif inner := re.match(r" {5}(\w[\w/]+/( |$))+", line):
+            folders |= {f"{layers[-1][-1]}/{name.strip('/')}" for name in inner[0].split()}
+    return layers[::-1], folders - {"commands"}
+
+
+LAYERS, _ = read_packages(REPO)
 
 PRIVATE_JAX = ("jaxsp.attention.kernels.cudnn.cudnn_calls", "jaxsp.system.distributed")
 """The only modules that may use `jax._src`: cuDNN's calls, and the key-value store of processes."""
@@ -88,7 +90,7 @@ def layer_and_package(module: str) -> tuple[int | None, str]:
     package, _, rest = module.removeprefix("jaxsp.").partition(".")
     if not rest:
         package = "commands"
-    indices = (index for index, packages in enumerate(LAYERS) if package in packages.split())
+    indices = (index for index, packages in enumerate(LAYERS) if package in packages)
     return next(indices, None), package
 
 
@@ -96,7 +98,7 @@ def wrong_imports(repo: pathlib.Path) -> Iterator[str]:
     for module, names in module_graph(repo).items():
         layer, package = layer_and_package(module)
         if layer is None:
-            yield f"{module}: add its package to LAYERS"
+            yield f"{module}: add its package to README"
             continue
         forbidden = r"torch\b" if module in PRIVATE_JAX else r"torch\b|jax\._src\b"
         for name in sorted(names):
@@ -144,24 +146,17 @@ def wrong_files(repo: pathlib.Path) -> Iterator[str]:
                 yield f"{name}: is not empty"
 
 
-README = pathlib.Path("jaxsp/README.md")
-"""File with a line for each package, in the code block below "Packages"."""
-
-
 def wrong_package_list(repo: pathlib.Path) -> Iterator[str]:
     """Packages that README does not list, and lines for packages that do not exist."""
-    text = (repo / README).read_text(encoding="utf-8").partition("## Packages")[2]
-    listed = re.findall(
-        r"^([\w/]+)/ ", text.partition("```\n")[2].partition("```")[0], re.MULTILINE
-    )
+    _, listed = read_packages(repo)
     packages = {
         str(file.parent.relative_to(repo / "jaxsp"))
         for file in python_files(repo, "jaxsp")
         if file.stat().st_size and file.parent != repo / "jaxsp"
     }
-    for name in sorted(packages - set(listed)):
+    for name in sorted(packages - listed):
         yield f"{README}: has no line for {name}/"
-    for name in sorted(set(listed) - packages):
+    for name in sorted(listed - packages):
         yield f"{README}: there is no package {name}/"
 
 
@@ -208,7 +203,7 @@ VIOLATIONS = [
         {"attention/kernels/cudnn_calls": "import torch"},
         "kernels.cudnn_calls imports torch",
     ),
-    (wrong_imports, {"attic/errors": "x = 1"}, "jaxsp.attic.errors: add its package to LAYERS"),
+    (wrong_imports, {"attic/errors": "x = 1"}, "jaxsp.attic.errors: add its package to README"),
     (
         cycles,
         {"core/axes": "from . import errors", "core/errors": "from . import axes"},
@@ -237,8 +232,7 @@ def test_each_check_finds_a_violation(tmp_path, check, files, violation):
     modules = ("train", "core/axes", "core/errors", "training/loss", "hf/names")
     valid = {f"jaxsp/{name}.py": "x = 1" for name in modules}
     valid["jaxsp/attention/attend.py"] = "from jaxsp.core import axes"
-    packages = "core/ a\nattention/ a\ntraining/ a\nhf/ a\n"
-    valid[str(README)] = f"## Packages\n\n```\n{packages}```\n"
+    valid[str(README)] = "```\n 3 training a\n   hf a\n 2 attention a\n 1 core a\n```\n"
     for name, text in valid.items():
         write(tmp_path / name, text)
     assert list(check(tmp_path)) == []

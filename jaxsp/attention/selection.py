@@ -18,9 +18,12 @@ from jaxsp.attention.kernels.kernel import (
     divisors,
     min_device_bytes,
 )
-from jaxsp.attention.strategies import nodes, registry
+from jaxsp.attention.strategies import nodes
+from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.attention_config import AttentionConfig
+from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import Strategy, combine
+from jaxsp.attention.strategies.token_exchange import TokenExchange
 from jaxsp.attention.strategies.ulysses import Ulysses
 from jaxsp.attention.strategies.workload import (
     GroupRows,
@@ -182,7 +185,7 @@ def choose_strategy(requested: AttentionConfig, rows: GroupRows, model: HasHeads
         value = getattr(requested, option)
         default = AttentionConfig.model_fields[option].default
         if option not in best.tokens.options and value != default:
-            users = [name for name, x in registry.TOKEN_EXCHANGES.items() if option in x.options]
+            users = [name for name, x in TOKEN_EXCHANGES.items() if option in x.options]
             raise UserError(
                 f"attention.{option} = {value}: applies only to {errors.format_choices(users)}, "
                 f"and attention.strategy is {requested.strategy} ({best.description}). Use "
@@ -227,7 +230,7 @@ def list_options(
 
 def _list_exchange_options() -> list[str]:
     """Fields of the config's attention that only some exchanges of tokens use."""
-    return sorted(set[str]().union(*(x.options for x in registry.TOKEN_EXCHANGES.values())))
+    return sorted(set[str]().union(*(x.options for x in TOKEN_EXCHANGES.values())))
 
 
 def _list_all(
@@ -240,7 +243,7 @@ def _list_all(
     wanted = requested.ulysses_degree
     degrees = [n for n in _legal_degrees(layer, seq=seq) if wanted in (None, n)]
     strategies = [combine(seq)] if seq in degrees and (name is None or wanted == seq) else []
-    for exchange in registry.TOKEN_EXCHANGES.values():
+    for exchange in TOKEN_EXCHANGES.values():
         if name in (None, exchange.name):
             for n in degrees:
                 if n < seq:
@@ -310,7 +313,7 @@ def _list_candidates(
             f"attention.ulysses_degree = {wanted}: must divide mesh.seq = {seq} and the "
             f"{layer.num_heads} query heads. Use {errors.format_choices(sorted(legal))}, or null."
         )
-    if name in registry.TOKEN_EXCHANGES:
+    if name in TOKEN_EXCHANGES:
         return _list_all(requested, layer, seq=seq, name=name)
     candidates = _list_automatic(requested, layer, seq=seq)
     whole_rows = [candidate for candidate in candidates if candidate.layout.keeps_order]
@@ -497,3 +500,9 @@ def describe_choice(choice: AttentionChoice, model: HasHeads) -> str:
         )
         traffic += f" (alternatives: {alternatives})"
     return f"{strategy.description}, {kernel}; {held}; {traffic}{reason}"
+
+
+TOKEN_EXCHANGES: dict[str, type[TokenExchange]] = {
+    exchange.name: exchange for exchange in (Ring, AllGather)
+}
+"""Exchanges of tokens by name, in the order in which alternatives are listed."""

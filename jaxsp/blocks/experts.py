@@ -18,7 +18,7 @@ from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, activate, declare_param, scale
 from jaxsp.blocks.linear import Linear
 from jaxsp.blocks.mlp import Mlp
-from jaxsp.experts import balance, kernels, places, routing
+from jaxsp.experts import kernels, places, routing
 
 
 class Experts(FeedForward):
@@ -123,7 +123,7 @@ class Experts(FeedForward):
         apply = kernels.find(self.sizes.kernel)
         out_TD = apply(self._run_block, weights, x_TD, shares_TK, experts_TK)
         out = out_TD.reshape(x.shape)
-        statistics = balance.measure(logits_TE, experts_TK)
+        statistics = routing.measure(logits_TE, experts_TK)
         if not self.sizes.has_losses:
             statistics = jax.lax.stop_gradient(statistics)
         statistics = jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), statistics)
@@ -190,7 +190,7 @@ class Experts(FeedForward):
     @staticmethod
     def cost(config: ModelConfig) -> FeedForwardCost:
         """Gradients of all places, and of slots in the order of tokens; statistics of
-        `experts.balance.measure`."""
+        `experts.routing.measure`."""
         sizes = _sizes(config)
         D = config.hidden_size
         F = sizes.size

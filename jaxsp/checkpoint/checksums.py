@@ -19,7 +19,7 @@ from jaxtyping import Array, UInt32
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import host_memory
-from jaxsp.optimizers import optimizer_state
+from jaxsp.optimizers import optimizer
 from jaxsp.sharding import quantization
 from jaxsp.training import trainable
 
@@ -41,7 +41,7 @@ def unpadded_shapes(
         if quantization.is_quantized(param):
             return quantization.describe(param, param.stacked_shape)
 
-        unpad = functools.partial(optimizer_state.unpadded_shape, param, weight.shape)
+        unpad = functools.partial(optimizer.unpadded_shape, param, weight.shape)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(unpad(x.shape), x.dtype), tree)
 
     return name_leaves(

@@ -340,7 +340,8 @@ class Schema:
             return None
         field = found[0][1]
         kinds = [each.annotation for _, each in found]
-        choices = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
+        literals = [kind for kind in kinds if get_origin(kind) is Literal]
+        choices = [str(each) for kind in literals for each in get_args(kind)]
         example = field.examples[0] if field.examples else field.default
         inner = read_field(field).choice
         if inner is not None and inner.is_name:
@@ -424,7 +425,7 @@ def _type_name(annotation: Any) -> str:
     if origin is Annotated:
         return _type_name(get_args(annotation)[0])
     if origin is Literal:
-        return " | ".join(get_args(annotation))
+        return " | ".join(map(str, get_args(annotation)))
     if (origin or annotation) in _TYPE_NAMES:
         return _TYPE_NAMES[origin or annotation]
     if isinstance(annotation, type) and issubclass(annotation, ConfigSection):

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from datetime import date, timedelta
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -167,6 +167,18 @@ Date = Annotated[date, pydantic.BeforeValidator(_parse_date)]
 def is_count(value: object) -> bool:
     """True for an integer from 1 to MAX_COUNT."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
+
+
+def _check_count_or_auto(value: object) -> object:
+    """Raises: ValueError with the rule, instead of one of pydantic's for each type."""
+    if value != "auto" and not is_count(value):
+        raise ValueError("must be auto, or an integer of at least 1")
+    return value
+
+
+CountOrAuto = Annotated[
+    Literal["auto"] | PositiveCount, pydantic.BeforeValidator(_check_count_or_auto)
+]
 
 
 def with_examples(*examples: Any, **rules: Any) -> Any:

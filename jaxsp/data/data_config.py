@@ -1,15 +1,15 @@
 """Config sections of the data and the batch."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 
-from jaxsp.config import fields
 from jaxsp.config.fields import (
     HERE,
     Choice,
     ConfigSection,
+    CountOrAuto,
     Date,
     NonNegativeCount,
     PositiveCount,
@@ -133,15 +133,8 @@ class BatchConfig(ConfigSection):
 
     rows_per_step: PositiveCount = for_training(8, default=1)
     """Rows per optimizer update, over the whole mesh; the same for every mesh shape."""
-    rows_per_microbatch: Annotated[Literal["auto"] | PositiveCount, with_examples(2)] = 1
+    rows_per_microbatch: Annotated[CountOrAuto, with_examples(2)] = 1
     """Rows per microbatch and sequence-parallel group. The microbatches of a step run one after
     another. auto: the largest number that, by the memory formula, needs no more recomputation than
     1, so that weights are gathered less often; 1 if the formula cannot guarantee it, or if the
     devices' memory is unknown (CPU)."""
-
-    @pydantic.field_validator("rows_per_microbatch", mode="before")
-    @classmethod
-    def _check_rows_per_microbatch(cls, value: Any) -> Any:
-        if value != "auto" and not fields.is_count(value):
-            raise ValueError("must be auto, or an integer of at least 1")
-        return value

@@ -13,10 +13,9 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.generation.programs import Programs
 from jaxsp.model.cached_layers import Answers
-from jaxsp.planning import limits
 from jaxsp.sharding import quantization
 from jaxsp.sharding.sharding import Gather
-from jaxsp.system import device_mesh
+from jaxsp.system import device_memory, device_mesh
 from jaxsp.training.specs import StepSpec
 
 MAX_ROWS = 64
@@ -166,7 +165,7 @@ class Generator:
         is_quantized = any(map(quantization.is_quantized, jax.tree.leaves(spec.table)))
         if spec.gather.num_shards == 1 or is_quantized:
             return False
-        free = limits.find_free_bytes(spec.mesh.devices.flat)
+        free = device_memory.find_free_bytes(spec.mesh.devices.flat)
         return spec.gather.whole_bytes(spec.table) <= WHOLE_FRACTION * free
 
     def choose_programs(

@@ -40,7 +40,7 @@ _SAVED_PRIMITIVES = ("dot_general", "all_to_all")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematPolicy:
-    """Saved and offloaded activations, as in `training.memory_config.MemoryConfig`.
+    """Saved and offloaded activations, as in `training.step_config.MemoryConfig`.
 
     The values of remat and offload_activations are compared only here.
     """

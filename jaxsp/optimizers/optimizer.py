@@ -1,24 +1,39 @@
 """Optimizer update: an optax transform per weight, layer by layer, and the state that it keeps."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import host_memory, units
 from jaxsp.core.units import format_count
-from jaxsp.optimizers import matrix_exchange, optimizer_state, param_groups
-from jaxsp.optimizers.optimizer_state import StateBytes
+from jaxsp.optimizers import matrix_exchange, param_groups
 from jaxsp.optimizers.registry import Optimizer
-from jaxsp.sharding import host_offload
+from jaxsp.sharding import host_offload, sharding
 from jaxsp.system import device_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes of the optimizer's state of a weight that a device holds."""
+
+    like_weight: int
+    """Arrays in the shape of the weight, which are offloaded with it."""
+    others: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all arrays."""
+        return self.like_weight + self.others
 
 
 def build_transform(config: Optimizer, param: Parameter) -> optax.GradientTransformation:
@@ -54,7 +69,7 @@ def init(config: Optimizer, param: Parameter) -> Any:
 
 def state_bytes(config: Optimizer, param: Parameter, num_shards: int) -> StateBytes:
     """Bytes of a weight's optimizer state on each device. Example: 8 per element for AdamW."""
-    return optimizer_state.held_bytes(param, describe_state(config, param), num_shards)
+    return held_bytes(param, describe_state(config, param), num_shards)
 
 
 def is_layer_matrix(param: Parameter) -> bool:
@@ -110,13 +125,11 @@ def update(
         is_grouped = config.needs_whole_matrices and is_layer_matrix(param)
 
         def update_layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
-            weight, state, own_gradient = optimizer_state.remove_padding(
-                param, old[0].shape, (*old, gradient)
-            )
+            weight, state, own_gradient = remove_padding(param, old[0].shape, (*old, gradient))
             with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
                 direction, new_state = transform.update(own_gradient * grad_scale, state, weight)
                 new = (weight - rate * direction, new_state)
-            return optimizer_state.add_padding(new, old)
+            return add_padding(new, old)
 
         def update_group(old: tuple[Array, Any], gradients: Array) -> tuple[Array, Any]:
             # the last part needs whole matrices; padding is zero before and after
@@ -171,3 +184,97 @@ def describe(
         text += f", {units.format_bytes(state)} of state per device"
     groups = param_groups.describe(config, table)
     return "; ".join([text, *groups]), "; ".join([short, *groups])
+
+
+def is_sharded(param: Parameter, shape: Sequence[int], num_shards: int) -> bool:
+    """True if an array of one layer's state, of this unpadded shape, is sharded like its weight."""
+    dim = sharding.choose_placement(param, num_shards).dim
+    return dim is not None and len(shape) == len(param.shape) and shape[dim] == param.shape[dim]
+
+
+def _layer_shape(param: Parameter, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of one layer of an array that stacks all layers, if the weight is stacked."""
+    return tuple(shape if param.num_layers is None else shape[1:])
+
+
+def _stored_shape(param: Parameter, layer: Sequence[int], num_shards: int) -> tuple[int, ...]:
+    """Shape as stored, all layers together, of an array that is sharded like the weight."""
+    stored = sharding.choose_placement(param, num_shards).stored_shape
+    shape = _replace_sizes(layer, param.shape, stored)
+    return dataclasses.replace(param, shape=shape).stacked_shape
+
+
+def describe_array(
+    param: Parameter, x: jax.ShapeDtypeStruct, mesh: Mesh, *, is_on_host: bool
+) -> Any:
+    """Shape as stored and sharding of an array of the state, from that without padding.
+    Args: is_on_host: True if the weight is in host memory, and with it arrays of its shape."""
+    num_shards = device_mesh.num_shards(mesh)
+    layer = _layer_shape(param, x.shape)
+    if layer == param.shape:  # such as moments
+        placement = sharding.named_sharding(param, mesh, is_on_host=is_on_host)
+        shape = sharding.stored_shape(param, num_shards)
+    elif is_sharded(param, layer, num_shards):  # such as scales of 8-bit moments: [rows, blocks]
+        placement = sharding.named_sharding(param, mesh)
+        shape = _stored_shape(param, layer, num_shards)
+    else:  # such as counts
+        placement = NamedSharding(mesh, PartitionSpec())
+        shape = x.shape
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=placement)
+
+
+def unpadded_shape(
+    param: Parameter, stored_weight: Sequence[int], stored: Sequence[int]
+) -> tuple[int, ...]:
+    """Shape without padding of an array of the state. Args: stored_weight, stored: shapes as stored
+    of the weight and of the array, all layers together, or both of one layer."""
+    own = (*stored_weight[: len(stored_weight) - len(param.shape)], *param.shape)
+    return _replace_sizes(stored, stored_weight, own)
+
+
+def _replace_sizes(
+    shape: Sequence[int], before: Sequence[int], after: Sequence[int]
+) -> tuple[int, ...]:
+    """Replaces the sizes that a shape of the same rank has in common with `before`."""
+    if len(shape) != len(before):
+        return tuple(shape)
+    return tuple(
+        new if size == old else size for size, old, new in zip(shape, before, after, strict=True)
+    )
+
+
+def remove_padding(param: Parameter, stored_weight: Sequence[int], tree: Any) -> Any:
+    """One layer of a weight, its gradient or its state, without padding."""
+
+    def remove(x: Array) -> Array:
+        shape = unpadded_shape(param, stored_weight, x.shape)
+        return x if shape == x.shape else x[tuple(slice(size) for size in shape)]
+
+    return jax.tree.map(remove, tree)
+
+
+def add_padding(tree: Any, like: Any) -> Any:
+    """Adds zeros to arrays up to the shapes of `like`."""
+
+    def add(x: Array, target: Any) -> Array:
+        if x.shape == target.shape:
+            return x
+        return jnp.pad(x, [(0, big - own) for own, big in zip(x.shape, target.shape, strict=True)])
+
+    return jax.tree.map(add, tree, like)
+
+
+def held_bytes(param: Parameter, state: Any, num_shards: int) -> StateBytes:
+    """Bytes of a state that a device holds. Args: state: shapes without padding, all layers."""
+    like_weight = 0
+    others = 0
+    for x in jax.tree.leaves(state):
+        layer = _layer_shape(param, x.shape)
+        if layer == param.shape:
+            like_weight += sharding.shard_size(param, num_shards) * x.dtype.itemsize
+        elif is_sharded(param, layer, num_shards):
+            size = math.prod(_stored_shape(param, layer, num_shards)) // num_shards
+            others += size * x.dtype.itemsize
+        else:
+            others += x.size * x.dtype.itemsize
+    return StateBytes(like_weight=like_weight, others=others)

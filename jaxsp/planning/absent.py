@@ -21,8 +21,8 @@ from jaxsp.planning import fit, gpus, hlo
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.planning.gpus import Gpu
 from jaxsp.planning.hlo import CompilerDump
-from jaxsp.planning.limits import MemoryLimit
 from jaxsp.system import hardware
+from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training import compile_options, train_state, train_step
 from jaxsp.training.specs import StepSpec
 

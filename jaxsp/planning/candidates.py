@@ -14,9 +14,9 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.model.remat import RematPolicy, has_saved_products
 from jaxsp.planning import estimate, limits
-from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload
-from jaxsp.system import device_mesh, hardware
+from jaxsp.system import device_memory, device_mesh, hardware
+from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
 
@@ -120,7 +120,7 @@ def resolve(
     if "auto" not in (config.mesh.seq, config.rows_per_microbatch):
         return config
     if memory is None:
-        memory = limits.find_limits(devices)
+        memory = device_memory.find_limits(devices)
     make = functools.partial(make_spec, model=model, devices=devices, device_bytes=device_bytes)
     if config.mesh.seq == "auto":
         possible: dict[int, StepSpec] = {}

@@ -19,9 +19,9 @@ from jaxsp.attention.selection import AttentionChoice
 from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
 from jaxsp.planning import candidates, estimate, limits, memory_problems
-from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload
-from jaxsp.system import distributed
+from jaxsp.system import device_memory, distributed
+from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training import train_step
 from jaxsp.training.specs import StepSpec
 
@@ -86,7 +86,6 @@ def fit(
         measure: memory of what `compile_step` returned; must be equal in all processes, so that all
             choose the same candidate.
     """
-    is_known = math.isfinite(limit.device)
     scale = 1.0
     too_large = math.inf
     reason = ""
@@ -103,7 +102,9 @@ def fit(
             full_remat_reason="" if candidate.remat_policy.is_attention_saved else reason,
         )
 
-    *others, last = candidates.list_candidates(spec, is_memory_known=is_known)
+    if math.isinf(limit.device):
+        return compile_candidate(next(candidates.list_candidates(spec, is_memory_known=False)))
+    *others, last = candidates.list_candidates(spec)
     for candidate in (*others, last):
         formula = estimate.predict_bytes(candidate)
         predicted = scale * formula
@@ -124,7 +125,7 @@ def fit(
             reason = f"keeping attention's output needs {step.shortage}"
         scale *= max(1.0, step.memory_use.device_total / predicted)
         too_large = formula
-    if not (is_known and candidates.can_keep_more(spec, step.spec)):
+    if not candidates.can_keep_more(spec, step.spec):
         return step
 
     # Keep the MLP's products in as many layers as fit, or almost as many
@@ -221,7 +222,7 @@ def compile_fitting_step(
         sizes = gathered.reshape(-1, len(use), 2) @ [units.MIB, 1]
         return MemoryUse(*map(int, sizes.max(0)))
 
-    memory = limits.find_limits(spec.mesh.devices.flat)
+    memory = device_memory.find_limits(spec.mesh.devices.flat)
     usable = limits.subtract_reserves(spec, memory)
     step = fit(spec, limit=usable, compile_step=compile_and_print, measure=measure)
     check_offloads(step.spec, step.memory_use)

@@ -14,9 +14,8 @@ from jaxsp.model.remat import RematPolicy, has_saved_products
 from jaxsp.planning import estimate
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options
-from jaxsp.training.memory_config import MemoryConfig
 from jaxsp.training.specs import StepSpec, find_division_problems
-from jaxsp.training.step_config import StepConfig
+from jaxsp.training.step_config import MemoryConfig, StepConfig
 
 WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
 """jax releases that read offloaded activations back in the wrong order (openxla/xla PR 46231)."""

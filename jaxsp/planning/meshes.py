@@ -30,6 +30,8 @@ class MeshPlan:
     """None if the combination cannot be planned."""
     problem: str
     """Reason that there is no plan; empty otherwise."""
+    rank: int | None = None
+    """From 1; None if it does not fit."""
 
 
 def list_meshes(num_devices: int) -> list[dict[str, int]]:
@@ -98,37 +100,25 @@ more accurate."""
 
 
 def sort_by_rank(mesh_plans: Sequence[MeshPlan]) -> list[MeshPlan]:
-    """Sorts results by rank, then by `seq`, then by the estimate; those without a plan are last."""
-    ranks = compute_ranks(mesh_plans)
+    """Ranks the results that fit by their estimated seconds, or else by memory, and sorts all by
+    rank, then by `seq`; those without a plan are last.
 
-    def key(mesh_plan: MeshPlan) -> tuple[bool, bool, float, int, float]:
-        plan = mesh_plan.plan
-        seq = mesh_plan.mesh[axes.SEQ]
-        if plan is None:
-            return True, True, math.inf, seq, 0.0
-        rank = ranks.get(id(mesh_plan), math.inf)
-        return False, not plan.fits, rank, seq, plan.step_s_estimate or plan.device_gib
-
-    return sorted(mesh_plans, key=key)
-
-
-def compute_ranks(mesh_plans: Sequence[MeshPlan]) -> dict[int, int]:
-    """Computes the rank of each result that fits, from 1, by its id.
-
-    Results within SAME_TIME_FACTOR of the fastest of a rank share it. Without estimated seconds,
-    the memory counts.
+    Results within SAME_TIME_FACTOR of the fastest of a rank share it.
     """
-    fitting = [
-        (mesh_plan.plan.step_s_estimate or mesh_plan.plan.device_gib, id(mesh_plan))
-        for mesh_plan in mesh_plans
-        if mesh_plan.plan and mesh_plan.plan.fits
-    ]
-    ranks: dict[int, int] = {}
+
+    def find_cost(mesh_plan: MeshPlan) -> float:
+        plan = mesh_plan.plan
+        return 0.0 if plan is None else plan.step_s_estimate or plan.device_gib
+
+    ranked = []
     rank = 0
     fastest = 0.0
-    for time, number in sorted(fitting, key=lambda pair: pair[0]):
-        if not rank or time > SAME_TIME_FACTOR * fastest:
-            rank += 1
-            fastest = time
-        ranks[number] = rank
-    return ranks
+    for mesh_plan in sorted(mesh_plans, key=find_cost):
+        if mesh_plan.plan is not None and mesh_plan.plan.fits:
+            if not rank or find_cost(mesh_plan) > SAME_TIME_FACTOR * fastest:
+                rank += 1
+                fastest = find_cost(mesh_plan)
+            mesh_plan = dataclasses.replace(mesh_plan, rank=rank)
+        ranked.append(mesh_plan)
+    key = lambda x: (x.plan is None, x.rank or math.inf, x.mesh[axes.SEQ], find_cost(x))
+    return sorted(ranked, key=key)

@@ -269,26 +269,25 @@ _ESTIMATES_NOTE = (
 
 def format_comparison(plans: Sequence[Plan], *, tokens: float | None) -> str:
     """Formats a table of plans of one config for several GPUs."""
-    head = ["device", "row tokens", "fits", "device GiB", "host GiB", "remat", "tile"]
-    head += ["step*", "tokens/s*", "MFU* %", "limited by*"]
-    if tokens is not None:
-        head.append("GPU-hours*")
     rows = []
     for plan in plans:
+        columns = _list_columns(plan)
         device_tokens = plan.row_tokens * plan.rows_per_microbatch / plan.mesh[axes.SEQ]
         is_tiled = plan.mlp_tile_tokens < device_tokens
-        row = [plan.device_type, f"{plan.row_tokens:,}", _format_verdict(plan)]
-        row += [f"{plan.device_gib:.1f} of {plan.device_limit_gib:.1f}", f"{plan.host_gib:,.0f}"]
-        row += [plan.remat, f"{plan.mlp_tile_tokens:,}" if is_tiled else "-"]
-        row += [*_format_time_columns(plan), plan.time_bottleneck or "-"]
+        row = {"device": plan.device_type, "row tokens": f"{plan.row_tokens:,}"}
+        row |= {name: columns.pop(name) for name in ("fits", "device GiB", "host GiB", "remat")}
+        row["device GiB"] += f" of {plan.device_limit_gib:.1f}"
+        row["tile"] = f"{plan.mlp_tile_tokens:,}" if is_tiled else "-"
+        row |= columns | {"limited by*": plan.time_bottleneck or "-"}
         if tokens is not None:
             hours = "-"
             if plan.tokens_per_s_estimate is not None:
                 seconds = tokens / plan.tokens_per_s_estimate
                 hours = format_amount(seconds * plan.num_devices / 3600)
-            row.append(hours)
+            row["GPU-hours*"] = hours
         rows.append(row)
-    return f"{format_table(head, rows)}\n{_ESTIMATES_NOTE}. Nothing was measured"
+    table = format_table([*rows[0]], [[*row.values()] for row in rows])
+    return f"{table}\n{_ESTIMATES_NOTE}. Nothing was measured"
 
 
 def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
@@ -296,27 +295,21 @@ def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
 
     Rows per microbatch have a column if some mesh has several.
     """
-    ranks = meshes.compute_ranks(mesh_plans)
-    numbers = {each.plan.rows_per_microbatch for each in mesh_plans if each.plan is not None}
-    has_rows = not numbers <= {1}
-    head = ["replica", "data", "seq", "attention"]
-    if has_rows:
-        head.append("microbatch rows")
-    head += ["fits", "device GiB", "host GiB", "remat", "kernel"]
-    head += ["step*", "tokens/s*", "MFU* %", "rank"]
+    planned = [(each, each.plan) for each in mesh_plans if each.plan is not None]
+    has_rows = not {plan.rows_per_microbatch for _, plan in planned} <= {1}
+    head: list[str] = []
     rows = []
     for mesh_plan in mesh_plans:
-        row = [*(str(mesh_plan.mesh[axis]) for axis in axes.ALL), mesh_plan.strategy]
-        rows.append(row)
+        row = {axis: str(mesh_plan.mesh[axis]) for axis in axes.ALL}
+        row["attention"] = mesh_plan.strategy
         plan = mesh_plan.plan
         if plan is None:
-            row.append(mesh_plan.problem)
-            continue
-        if has_rows:
-            row.append(str(plan.rows_per_microbatch))
-        row += [_format_verdict(plan), f"{plan.device_gib:.1f}", f"{plan.host_gib:,.0f}"]
-        row += [plan.remat, plan.kernel, *_format_time_columns(plan)]
-        row.append(str(ranks.get(id(mesh_plan), "-")))
+            row["problem"] = mesh_plan.problem
+        else:
+            row |= {"microbatch rows": str(plan.rows_per_microbatch)} if has_rows else {}
+            row |= _list_columns(plan) | {"rank": str(mesh_plan.rank or "-")}
+            head = [*row]
+        rows.append([*row.values()])
     percent = 100 * (meshes.SAME_TIME_FACTOR - 1)
     return (
         f"{format_table(head, rows)}\n{_ESTIMATES_NOTE}. Meshes within {percent:.0f} % have the "
@@ -324,20 +317,21 @@ def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
     )
 
 
-def _format_verdict(plan: Plan) -> str:
-    return "yes" if plan.fits else f"no: {plan.memory_bottleneck}"
-
-
-def _format_time_columns(plan: Plan) -> list[str]:
-    """Seconds of a step, tokens per second, and MFU; dashes without an estimate."""
-    if plan.step_s_estimate is None:
-        return ["-", "-", "-"]
-    assert plan.mfu_estimate is not None
-    return [
-        durations.describe(plan.step_s_estimate),
-        format_number(plan.tokens_per_s_estimate, "{:,.0f}"),
-        f"{100 * plan.mfu_estimate:.0f}",
-    ]
+def _list_columns(plan: Plan) -> dict[str, str]:
+    """Columns of both tables, by their heads."""
+    columns = {
+        "fits": "yes" if plan.fits else f"no: {plan.memory_bottleneck}",
+        "device GiB": f"{plan.device_gib:.1f}",
+        "host GiB": f"{plan.host_gib:,.0f}",
+        "remat": plan.remat,
+        "kernel": plan.kernel,
+    }
+    times = ["-", "-", "-"]
+    if plan.step_s_estimate is not None and plan.mfu_estimate is not None:
+        times = [durations.describe(plan.step_s_estimate)]
+        times += [format_number(plan.tokens_per_s_estimate, "{:,.0f}")]
+        times += [f"{100 * plan.mfu_estimate:.0f}"]
+    return columns | dict(zip(("step*", "tokens/s*", "MFU* %"), times, strict=True))
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

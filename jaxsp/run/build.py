@@ -9,25 +9,18 @@ import jax
 import numpy as np
 
 from jaxsp.blocks.config import ModelConfig
+from jaxsp.checkpoint import run_paths
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.tokenization import encoding
-from jaxsp.evaluation import long_ppl
+from jaxsp.evaluation import evaluator, long_ppl
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import token_ids
 from jaxsp.model import decoder
 from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import candidates, memory_problems
-from jaxsp.run import (
-    data_sets,
-    initial_weights,
-    model_files,
-    predictions,
-    resume,
-    selfcheck,
-    stop_tokens,
-)
+from jaxsp.run import data_sets, model_files, predictions, resume, selfcheck, stop_tokens
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel, Run, StartPoint
 from jaxsp.system import device_mesh
@@ -76,6 +69,9 @@ def build_training(
         start = resume.make_start_point(
             checkpoint, config, model=prepared.spec.model, data=train_set
         )
+    directory = config.run.local_dir
+    own = (directory / run_paths.CHECKPOINTS_DIR).resolve()
+    is_resume = start.checkpoint is not None and start.checkpoint.parent.resolve() == own
     schedule = resume.make_schedule(config, start, train_set)
     num_steps = start.step + len(schedule)
     profiled = config.logging.profile_steps
@@ -87,20 +83,33 @@ def build_training(
     spec = dataclasses.replace(prepared.spec, num_steps=num_steps)
     # A checkpoint has all weights except the frozen ones, which come from the model
     needs_model = checkpoint is None or config.step.has_frozen_weights
+    stop_ids: Sequence[int] = ()
+    if config.run.generate_samples or prepared.stop_tokens.alternatives:
+        stop_ids = stop_tokens.list_stop_ids(
+            prepared.hf_config, prepared.small_files, prepared.tokenizer
+        )
     values = vars(prepared) | {"spec": spec, "train_set": train_set}
     return Run(
         **values,
         schedule=schedule,
         start=start,
-        weights=initial_weights.open_sources(
+        weights=model_files.open_weights(
             spec,
             prepared.model_folder if needs_model else None,
             prepared.adapter_folder if checkpoint is None else None,
         ),
-        stop_ids=stop_tokens.list_stop_ids(
-            prepared.hf_config, prepared.small_files, prepared.tokenizer
-        ),
+        stop_ids=stop_ids,
         automatic_fields=frozenset(field for field, value in choices.items() if value == "auto"),
+        directory=directory,
+        is_resume=is_resume,
+        ranking_eval_set=next(
+            (
+                evaluator.identify_eval_set(data)
+                for data in prepared.eval_sets
+                if config.checkpoint.best_eval in (None, data.name)
+            ),
+            None,
+        ),
     )
 
 
@@ -139,7 +148,8 @@ def prepare_model(
         tokenizer = model_files.load_checked_tokenizer(
             config, source, model, model_dir, has_text=opened.have_text
         )
-        model_files.check_teacher_tokens(config, tokenizer)
+        if model is not None and model.teacher is not None:
+            model_files.check_teacher_tokens(config, tokenizer)
     spec = _resolve_step(config.step, model, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
@@ -190,7 +200,7 @@ def prepare_model(
         stop_tokens=stops,
         train_set=train,
         eval_sets=evals,
-        task_samples=_make_task_samples(config, tokenizer),
+        task_samples=_make_task_samples(config, tokenizer) if config.eval.tasks else {},
     )
 
 
@@ -228,8 +238,6 @@ def _resolve_step(
 
 def _make_task_samples(config: Config, tokenizer: Any) -> Samples:
     """Samples of `eval.tasks`, by task; prompts begin as every text of the tokenizer."""
-    if not config.eval.tasks:
-        return {}
     if config.objective.type == "reward":
         raise UserError(
             "eval.tasks: a reward model predicts no tokens, so it has no answers. Leave the tasks "

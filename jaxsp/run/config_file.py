@@ -22,8 +22,7 @@ from jaxsp.run.run_config import RunConfig
 from jaxsp.run.trackers.logging_config import LoggingConfig
 from jaxsp.system.mesh_config import MeshConfig
 from jaxsp.tasks.eval_config import EvalConfig
-from jaxsp.training.memory_config import MemoryConfig
-from jaxsp.training.step_config import StepConfig
+from jaxsp.training.step_config import MemoryConfig, StepConfig
 
 __all__ = ["SCHEMA", "Config", "apply_override", "load", "parse", "read", "save"]
 

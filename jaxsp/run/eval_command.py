@@ -13,7 +13,7 @@ from jaxsp.checkpoint import run_paths
 from jaxsp.core import paths
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
-from jaxsp.evaluation import task_plots
+from jaxsp.evaluation import retrieval
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation import generator
@@ -105,7 +105,7 @@ def evaluate(
     if target is not None:
         written = [str(comparison.find_file(target, line)) for line in lines]
         if jax.process_index() == 0:
-            written.append(task_plots.draw_if_possible(target, lines))
+            written.append(retrieval.draw_if_possible(target, lines))
         print_line(f"-> {', '.join(filter(None, dict.fromkeys(written)))}")
     if before is not None:
         comparison.print_table(console, before, lines)

@@ -12,7 +12,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
-from jaxsp.run import build, config_file, initial_weights, resume
+from jaxsp.run import build, config_file, model_files, resume
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel
 from jaxsp.training import train_state, trainable
@@ -111,11 +111,11 @@ class GivenModel:
         if self.checkpoint is None:
             assert resolved.model_folder is not None, "the name is a model's source"
             folders = (resolved.model_folder, resolved.adapter_folder)
-            return initial_weights.open_sources(spec, *folders).make()
+            return model_files.open_weights(spec, *folders).make()
         assert self.meta is not None, "every checkpoint has metadata"
         dtype = self.meta.config["model"]["compute_dtype"]
         trained = dataclasses.replace(spec, config=spec.config.change(compute_dtype=dtype))
-        opened = initial_weights.open_sources(trained, resolved.model_folder, None)
+        opened = model_files.open_weights(trained, resolved.model_folder, None)
         frozen = opened.make(frozen_only=True)
         table = trainable.select_frozen(trained.state_table, trained.state_table)
         reader.check_base(self.checkpoint, checksums.compute_frozen(table, frozen))

@@ -123,7 +123,7 @@ def check_space(
     if free is None:
         return None
     checkpoints = directory / run_paths.CHECKPOINTS_DIR
-    for unfinished in retention.list_unfinished(checkpoints):
+    for unfinished in retention.list_unfinished(checkpoints) if checkpoints.is_dir() else ():
         free += sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
     if free < checkpoint_bytes:
         raise UserError(

@@ -24,8 +24,8 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.evaluation import evaluator
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.hf import folder, peft
-from jaxsp.run import initial_weights
-from jaxsp.run.initial_weights import InitialWeights
+from jaxsp.run import model_files
+from jaxsp.run.model_files import InitialWeights
 from jaxsp.training.specs import StepSpec
 
 FOLDER = "references"
@@ -58,7 +58,7 @@ class Reference:
 
     def open(self) -> InitialWeights:
         """Raises: UserError as `open_sources`."""
-        return initial_weights.open_sources(
+        return model_files.open_weights(
             self.spec,
             None if self.source is None else folder.find(self.source),
             None if self.adapter_source is None else peft.find(self.adapter_source),

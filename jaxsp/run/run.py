@@ -4,23 +4,20 @@
 """
 
 import dataclasses
-import functools
 import pathlib
 import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.checkpoint.reader import EarlyStoppingState
-from jaxsp.checkpoint.run_paths import CHECKPOINTS_DIR
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.evaluation import evaluator
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import folder
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.run.config_file import Config
-from jaxsp.run.initial_weights import InitialWeights
+from jaxsp.run.model_files import InitialWeights
 from jaxsp.run.references import Reference
 from jaxsp.run.stop_tokens import StopTokens
 from jaxsp.training.specs import StepSpec
@@ -84,21 +81,15 @@ class Run(PreparedModel):
     weights: InitialWeights
     """Weights of step 0, or only the frozen ones of a resumed run."""
     stop_ids: Sequence[int]
-    """Tokens at which generation stops."""
+    """Tokens at which generation stops; none if the run neither generates nor has chats."""
     automatic_fields: frozenset[str]
     """Fields that were `auto` in the config: mesh.seq, batch.rows_per_microbatch, or both."""
-
-    @property
-    def directory(self) -> pathlib.Path:
-        """The run directory, or the local copy of a URL's."""
-        return self.config.run.local_dir
-
-    @functools.cached_property
-    def is_resume(self) -> bool:
-        """True if the run resumes from a checkpoint of its own."""
-        path = self.start.checkpoint
-        own = self.directory / CHECKPOINTS_DIR
-        return path is not None and path.parent.resolve() == own.resolve()
+    directory: pathlib.Path
+    """The run directory, or the local copy of a URL's."""
+    is_resume: bool
+    """True if the run resumes from a checkpoint of its own."""
+    ranking_eval_set: dict[str, str] | None
+    """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
 
     @property
     def reference(self) -> Reference:
@@ -110,15 +101,6 @@ class Run(PreparedModel):
             run_dir=self.directory,
             is_resume=self.is_resume,
         )
-
-    @functools.cached_property
-    def ranking_eval_set(self) -> dict[str, str] | None:
-        """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
-        best_eval = self.config.checkpoint.best_eval
-        for data in self.eval_sets:
-            if best_eval in (None, data.name):
-                return evaluator.identify_eval_set(data)
-        return None
 
     def write_model(self, directory: pathlib.Path) -> None:
         """Writes the model's small files: those of the run that is resumed, else of model.source;

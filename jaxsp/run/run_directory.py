@@ -13,7 +13,7 @@ import jax
 import rich.console
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import run_paths
+from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import config_file
 from jaxsp.core import files, paths
@@ -21,7 +21,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.model import flops
 from jaxsp.planning import descriptions
 from jaxsp.planning.fit import CompiledStep
-from jaxsp.run import metrics, stored_run
+from jaxsp.run import metrics
 from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.config_file import Config
 from jaxsp.run.console import Progress
@@ -78,7 +78,7 @@ class RunDirectory:
                     eval_set=run.ranking_eval_set,
                     is_writer=config.run.is_writer,
                     has_separate_folders=not is_shared and jax.process_count() > 1,
-                    uploads=stored_run.uploads.get(directory.resolve()),
+                    uploads=run_storage.uploads.get(directory.resolve()),
                 )
             )
             self.progress = enter(

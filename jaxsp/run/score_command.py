@@ -13,7 +13,7 @@ from jaxsp.core.units import format_bytes, format_count
 from jaxsp.data.packing import dataset
 from jaxsp.hf import folder
 from jaxsp.objectives.distill import Distill
-from jaxsp.run import build, initial_weights, jax_limits, predictions
+from jaxsp.run import build, jax_limits, model_files, predictions
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
 from jaxsp.system import distributed, jax_platform
@@ -60,7 +60,7 @@ def score(config: Config, process: Process, console: rich.console.Console) -> No
     )
     teacher = spec.teacher.respec(rows_per_step=spec.global_microbatch_rows)
     source = folder.find(str(objective.teacher), field="objective.teacher")
-    opened = initial_weights.open_sources(teacher, source, None)
+    opened = model_files.open_weights(teacher, source, None)
     assert opened.reader is not None, "a teacher has files"
     meta = {
         "teacher": objective.teacher,

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import jax
 import rich.console
 
-from jaxsp.checkpoint import run_paths
+from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.run import build, jax_limits, resume, stored_run, trainer
+from jaxsp.run import build, jax_limits, resume, trainer
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import Run
 from jaxsp.system import distributed, hardware, jax_platform, run_lock
@@ -70,7 +70,7 @@ def train_config(
     process = distributed.this_process
     with (
         run_lock.lock(folder, config_path=config_path, name=config.run.directory),
-        stored_run.open_run(config.run.directory, folder),
+        run_storage.open_run(config.run.directory, folder),
         Watchdog(
             preemption.status,
             step_timeout=config.run.step_timeout,

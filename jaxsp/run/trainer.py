@@ -18,7 +18,7 @@ from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core.errors import NeedsAttentionError
-from jaxsp.evaluation import task_plots
+from jaxsp.evaluation import retrieval
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
@@ -80,7 +80,7 @@ def train(
             f"{directory}: has all its {run.spec.num_steps} steps. "
             "Raise run.steps or run.epochs to train longer."
         )
-    elif early_stopping.should_stop():
+    elif start.early_stopping is not None and early_stopping.should_stop():
         completion = (
             f"{directory}: stopped early at step {start.step}: {early_stopping.reason}. "
             "Raise run.early_stopping_patience, or set it to null, to train longer."
@@ -338,7 +338,7 @@ class Loop:
                     print_line(f"{text} {line['answer'][:80]!r}")
         if jax.process_index() == 0:
             try:
-                task_plots.draw_if_possible(self._run.directory, lines)
+                retrieval.draw_if_possible(self._run.directory, lines)
             except OSError as error:
                 reason = error.strerror
                 distributed.log(f"needle.png: could not be written: {reason}. The run continues")

@@ -1,12 +1,18 @@
 """Config of the device mesh."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import pydantic
 
-from jaxsp.config import fields
-from jaxsp.config.fields import HERE, MAX_COUNT, ConfigSection, PositiveCount, with_examples
+from jaxsp.config.fields import (
+    HERE,
+    MAX_COUNT,
+    ConfigSection,
+    CountOrAuto,
+    PositiveCount,
+    with_examples,
+)
 
 
 class MeshConfig(ConfigSection):
@@ -17,7 +23,7 @@ class MeshConfig(ConfigSection):
     data: Annotated[int, pydantic.Field(ge=-1, le=MAX_COUNT)] = -1
     """Number of sequence-parallel groups in a replica, each with its own rows. -1: as many as the
     devices allow."""
-    seq: Annotated[PositiveCount | Literal["auto"], with_examples(4)] = 1
+    seq: Annotated[CountOrAuto, with_examples(4)] = 1
     """Number of devices that share each row (degree of sequence parallelism). auto: the number with
     which a step recomputes least (memory.remat) by the memory formula, of several the smallest;
     groups larger than a node of 8 only to save attention. It requires mesh.data=-1."""
@@ -26,17 +32,10 @@ class MeshConfig(ConfigSection):
     with an accelerator."""
 
     def find_problems(self) -> Iterator[str]:
+        if self.data == 0:
+            yield f"{HERE}.data = 0: must be -1 or at least 1. Use {HERE}.data=-1."
         if self.seq == "auto" and self.data != -1:
             yield f"{HERE}.seq = auto: {HERE}.data follows from it. Use {HERE}.data=-1."
-
-    @pydantic.field_validator("data", "seq", mode="before")
-    @classmethod
-    def _check(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        if info.field_name == "data" and value == 0:
-            raise ValueError("must be -1 or at least 1")
-        if info.field_name == "seq" and value != "auto" and not fields.is_count(value):
-            raise ValueError("must be an integer of at least 1, or auto")
-        return value
 
     @property
     def degree(self) -> int:

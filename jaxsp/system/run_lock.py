@@ -81,7 +81,7 @@ def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None
             "config": config_path or None,
         }
         with report_write_errors(folder):
-            files.write_atomic(folder / HOLDER_FILE, f"{json.dumps(holder)}\n")
+            files.write_atomic(folder / HOLDER_FILE, f"{json.dumps(holder)}\n", is_durable=False)
         stack.callback((folder / HOLDER_FILE).unlink, missing_ok=True)
         yield
 

@@ -6,6 +6,7 @@ It also writes a heartbeat file for external monitors.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -167,23 +168,21 @@ class Watchdog:
     """JAX's devices are CPUs, all of this process. A step of unknown duration, such as the first,
     then makes progress as long as this process uses CPU time."""
 
-    def __post_init__(self) -> None:
-        timeout = self.step_timeout
-        self._step_timeout_s = None if timeout is None else timeout.total_seconds()
-        self._interval_s = min(HEARTBEAT_INTERVAL_S, (self._step_timeout_s or math.inf) / 4)
-        self._closed = threading.Event()
-        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        if self.heartbeat_file is not None:  # in a thread that an unresponsive disk may block
-            args = (self.heartbeat_file,)
-            self._threads.append(
-                threading.Thread(target=self._write_heartbeats, args=args, daemon=True)
-            )
-        self._bytes_written = 0
-        self._cpu_s = time.process_time()
+    _closed: threading.Event = dataclasses.field(init=False, default_factory=threading.Event)
+    _threads: list[threading.Thread] = dataclasses.field(init=False, default_factory=list)
+    _interval_s: float = dataclasses.field(init=False, default=HEARTBEAT_INTERVAL_S)
+    _bytes_written: int = dataclasses.field(init=False, default=0)
+    _cpu_s: float = dataclasses.field(init=False, default_factory=time.process_time)
 
     def __enter__(self) -> "Watchdog":
-        for thread in self._threads:
-            thread.start()
+        if self.step_timeout is not None:
+            self._interval_s = min(self._interval_s, self.step_timeout.total_seconds() / 4)
+        calls = [self._watch]
+        if self.heartbeat_file is not None:  # in a thread that an unresponsive disk may block
+            calls.append(functools.partial(self._write_heartbeats, self.heartbeat_file))
+        for call in calls:
+            self._threads.append(threading.Thread(target=call, name="watchdog", daemon=True))
+            self._threads[-1].start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -197,8 +196,8 @@ class Watchdog:
         """Seconds without progress that count as a hang, and the rule that they follow."""
         if not activity.is_watched:
             return math.inf, ""
-        if self._step_timeout_s is not None:
-            return self._step_timeout_s, "run.step_timeout"
+        if self.step_timeout is not None:
+            return self.step_timeout.total_seconds(), "run.step_timeout"
         if activity.expected_s is not None:
             rule = f"{TIMEOUT_FACTOR} times the expected time"
             return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s), rule
@@ -225,7 +224,7 @@ class Watchdog:
         used_s = time.process_time() - self._cpu_s
         self._cpu_s += used_s
         has_written = self._bytes_written > bytes_before + _MIN_WRITTEN_BYTES
-        is_unlimited = activity.expected_s is None and self._step_timeout_s is None
+        is_unlimited = activity.expected_s is None and self.step_timeout is None
         is_computing = self.has_cpu_devices and used_s > MIN_CPU_USE * self._interval_s
         if (activity.is_writing and has_written) or (is_unlimited and is_computing):
             self.status.heartbeat()

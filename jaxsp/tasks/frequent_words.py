@@ -6,8 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxsp.tasks.part_tokenizer import Ids, PartTokenizer
-from jaxsp.tasks.task import Task, TooShortError, draw_words
+from jaxsp.tasks.task import Ids, PartTokenizer, Task, TooShortError, draw_words
 
 _INTRODUCTION = "Count how often each coded word occurs in this text.\n"
 

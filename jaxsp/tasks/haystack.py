@@ -14,8 +14,7 @@ import re
 import numpy as np
 
 from jaxsp.config import yaml_io
-from jaxsp.tasks.part_tokenizer import Ids, PartTokenizer
-from jaxsp.tasks.task import Task, TooShortError
+from jaxsp.tasks.task import Ids, PartTokenizer, Task, TooShortError
 
 _NUM_SENTENCES = 8192
 

@@ -12,7 +12,7 @@ from jaxsp.blocks import dropout, layers
 from jaxsp.blocks.dropout import Keys
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, Batch, step_row_index
-from jaxsp.experts import balance
+from jaxsp.experts import routing
 from jaxsp.model import decoder
 from jaxsp.objectives.token_objective import LENGTH, TokenObjective
 from jaxsp.sharding.sharding import Shard
@@ -210,7 +210,7 @@ def _run_layers(
         vocab_size=spec.common_vocab_size,
         transform_logits=functools.partial(decoder.transform_logits, spec.model),
     )
-    sums = balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {}
+    sums = routing.sum_over_rows(statistics, batch.lengths_BM) if statistics else {}
     return hidden_BlD, head, sums
 
 

@@ -13,7 +13,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core import batch
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, max_pairs
 from jaxsp.objectives.distill import Distill
-from jaxsp.optimizers import optimizer, optimizer_state
+from jaxsp.optimizers import optimizer
 from jaxsp.sharding import quantization, sharding
 from jaxsp.system import device_mesh
 from jaxsp.training.specs import StepSpec
@@ -42,7 +42,7 @@ def init_state(spec: StepSpec, master: layers.Weights) -> TrainState:
 
         def init() -> Any:
             state = optimizer.init(spec.config.optimizer, param)
-            return optimizer_state.add_padding(state, opt_state)
+            return optimizer.add_padding(state, opt_state)
 
         return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, opt_state))()
 
@@ -79,7 +79,7 @@ def abstract_inputs(spec: StepSpec) -> tuple[TrainState, Batch]:
         if not param.is_trainable:
             return None
         describe = functools.partial(
-            optimizer_state.describe,
+            optimizer.describe_array,
             param,
             mesh=spec.mesh,
             is_on_host=spec.is_on_host(param),

@@ -1,6 +1,6 @@
 """Strategies by their degrees, for tests of all of them."""
 
-from jaxsp.attention.strategies import registry
+from jaxsp.attention import selection
 from jaxsp.attention.strategies.strategy import Strategy, combine
 
 
@@ -15,5 +15,5 @@ def make_strategy(
     if ulysses_degree == seq:
         return combine(seq)
     degree = seq // ulysses_degree
-    exchange = registry.TOKEN_EXCHANGES[tokens](degree=degree, **options)
+    exchange = selection.TOKEN_EXCHANGES[tokens](degree=degree, **options)
     return combine(ulysses_degree, exchange)

@@ -14,7 +14,6 @@ from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.kernels.residuals import AttentionFunctions, Saved
 from jaxsp.attention.selection import choose_attention
-from jaxsp.attention.strategies import registry
 from jaxsp.attention.strategies.attention_config import AttentionConfig
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.attention.strategies.token_exchange import TokenExchange
@@ -80,8 +79,8 @@ class WholeMatrix(Kernel):
 @pytest.fixture
 def toys(monkeypatch):
     """Registers both, each as the first candidate of `auto`."""
-    exchanges = {GatherAll.name: GatherAll} | registry.TOKEN_EXCHANGES
-    monkeypatch.setattr(registry, "TOKEN_EXCHANGES", exchanges)
+    exchanges = {GatherAll.name: GatherAll} | selection.TOKEN_EXCHANGES
+    monkeypatch.setattr(selection, "TOKEN_EXCHANGES", exchanges)
     kernels = {WholeMatrix.name: WholeMatrix()} | selection.KERNELS
     monkeypatch.setattr(selection, "KERNELS", kernels)
 

@@ -10,7 +10,6 @@ import pytest
 from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.run_storage import Uploads
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.run import stored_run
 from jaxsp.run.run_config import RunConfig
 from jaxsp.system import object_store, run_lock
 from jaxsp.system.object_store import ObjectStore
@@ -199,7 +198,7 @@ def run_session(url, machine, monkeypatch, write=lambda folder: None):
     monkeypatch.setenv("XDG_CACHE_HOME", str(machine))
     config = RunConfig(directory=url, steps=1)
     folder = config.local_dir
-    with run_lock.lock(folder), stored_run.open_run(url, folder):
+    with run_lock.lock(folder), run_storage.open_run(url, folder):
         write(folder)
     return folder
 
@@ -209,7 +208,7 @@ def test_the_later_checkpoint_counts_on_every_machine(url, store, tmp_path, monk
         (folder / "config.yaml").write_text("a: 1")
         (folder / "metrics.jsonl").write_text("of a")
         write_checkpoint(folder, 3)
-        upload(stored_run.uploads[folder], 3)
+        upload(run_storage.uploads[folder], 3)
 
     folder_a = run_session(url, tmp_path / "a", monkeypatch, start)
     # as after a kill or an outage: newer than the store
@@ -226,7 +225,7 @@ def test_the_later_checkpoint_counts_on_every_machine(url, store, tmp_path, monk
         assert (folder / "checkpoints/3/master/manifest.ocdbt").read_text() == "weights"
         (folder / "metrics.jsonl").write_text("of b")
         write_checkpoint(folder, 6)
-        upload(stored_run.uploads[folder], 6)
+        upload(run_storage.uploads[folder], 6)
 
     run_session(url, tmp_path / "b", monkeypatch, continue_on_b)
     write_checkpoint(folder_a, 5, meta="of a branch that has ended")
@@ -238,7 +237,7 @@ def test_the_later_checkpoint_counts_on_every_machine(url, store, tmp_path, monk
 def test_a_run_that_ends_in_an_outage_needs_attention_and_is_uploaded_later(
     server, url, store, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(stored_run, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(run_storage, "PATIENCE_S", 0.3)
 
     def lose_store(folder):
         (folder / "config.yaml").touch()
@@ -293,7 +292,7 @@ def test_another_run_at_the_url_than_in_the_local_copy_is_refused(
     def start(folder):
         (folder / "config.yaml").touch()
         write_checkpoint(folder, 1)
-        upload(stored_run.uploads[folder], 1)
+        upload(run_storage.uploads[folder], 1)
 
     run_session(url, tmp_path / "a", monkeypatch, start)
     for name in store.list():

@@ -13,7 +13,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.run import build, config_file, initial_weights
+from jaxsp.run import build, config_file, model_files
 from tests import tolerances
 
 oracle = pytest.importorskip(
@@ -129,7 +129,7 @@ def harness_models(folder):
         for_training=False,
     )
     spec = resolved.spec
-    master = initial_weights.open_sources(spec, resolved.model_folder, None).make()
+    master = model_files.open_weights(spec, resolved.model_folder, None).make()
     return own, harness.HarnessModel(
         Evaluator(spec, []), master, tokenizers.load(str(folder)), stop_ids=[256]
     )

@@ -10,7 +10,7 @@ from jaxsp.core.errors import ProblemCollector
 from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
-from jaxsp.run import build, config_file, initial_weights
+from jaxsp.run import build, config_file, model_files
 from tests import batches
 
 ROW_TOKENS = 384
@@ -65,7 +65,7 @@ def evaluate(folder, num_devices, words):
         for_training=False,
     )
     spec = resolved.spec
-    master = initial_weights.open_sources(spec, None, None).make()
+    master = model_files.open_weights(spec, None, None).make()
     eval_sets = Evaluator(spec, resolved.eval_sets, has_long_ppl=True)
     tasks = RetrievalEvaluator(eval_sets, resolved.task_samples)
     return [line for each in (eval_sets, tasks) for line in each.run(master, num_steps=0)]

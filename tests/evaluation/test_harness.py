@@ -12,7 +12,7 @@ import pytest
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.run import build, config_file, initial_weights
+from jaxsp.run import build, config_file, model_files
 from tests import batches
 from tests.data.chat import chats
 
@@ -80,7 +80,7 @@ def models(folder):
         for_training=False,
     )
     spec = resolved.spec
-    master = initial_weights.open_sources(spec, resolved.model_folder, None).make()
+    master = model_files.open_weights(spec, resolved.model_folder, None).make()
     tokenizer = tokenizers.load(str(folder))
     model = harness.HarnessModel(
         Evaluator(spec, []), master, tokenizer, stop_ids=[tokenizer.eos_token_id]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxsp.evaluation import task_plots
+from jaxsp.evaluation import retrieval
 
 figure = pytest.importorskip("matplotlib.figure", reason="plots need the plan extra")
 
@@ -24,7 +24,7 @@ def draw(monkeypatch, tmp_path):
         save(self, *args, **kwargs)
 
     def draw(results):
-        task_plots.write_heatmap(tmp_path / "a.png", results)
+        retrieval.write_heatmap(tmp_path / "a.png", results)
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
         return figures[-1]
 
@@ -66,7 +66,7 @@ def luminance(color):
 
 def test_without_needles_or_matplotlib_nothing_is_drawn(monkeypatch, tmp_path):
     needle = result(512, {"0": 1.0})
-    assert task_plots.draw_if_possible(tmp_path, [result(512, {}, task="multi_key")]) == ""
-    assert task_plots.draw_if_possible(tmp_path / "a.jsonl", [needle]).endswith("a-needle.png")
-    monkeypatch.setattr(task_plots.importlib.util, "find_spec", lambda name: None)
-    assert "which needs matplotlib" in task_plots.draw_if_possible(tmp_path, [needle])
+    assert retrieval.draw_if_possible(tmp_path, [result(512, {}, task="multi_key")]) == ""
+    assert retrieval.draw_if_possible(tmp_path / "a.jsonl", [needle]).endswith("a-needle.png")
+    monkeypatch.setattr(retrieval.importlib.util, "find_spec", lambda name: None)
+    assert "which needs matplotlib" in retrieval.draw_if_possible(tmp_path, [needle])

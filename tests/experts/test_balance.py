@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.experts import balance, routing
+from jaxsp.experts import routing
 from jaxsp.hf import model_config
 from jaxsp.hf.model_source import ModelSourceConfig
 from tests import batches
@@ -24,11 +24,11 @@ def sum_row(logits_NTE, num_chosen):
     statistics = []
     for logits_TE in logits_NTE:
         _, experts_TK = routing.route(logits_TE, num_chosen=num_chosen, is_normalized=True)
-        statistics.append(balance.measure(logits_TE, experts_TK))
+        statistics.append(routing.measure(logits_TE, experts_TK))
     of_row = jax.tree.map(lambda *x: jnp.stack(x).sum(1)[:, None], *statistics)
     lengths_BM = jnp.full((1, 1), logits_NTE.shape[1])
     return jax.shard_map(
-        balance.sum_over_rows,
+        routing.sum_over_rows,
         mesh=batches.mesh(1, 1, 1),
         in_specs=PartitionSpec(),
         out_specs=PartitionSpec(),

@@ -35,8 +35,8 @@ class StoreRun(kills.Run):
         return commands.start_python(
             "-c",
             "from jaxsp import cli, train\n"
-            "from jaxsp.run import stored_run\n"
-            f"stored_run.PATIENCE_S = {patience_s}\n"
+            "from jaxsp.checkpoint import run_storage\n"
+            f"run_storage.PATIENCE_S = {patience_s}\n"
             "cli.run_command(train.main)",
             self.config,
             f"run.directory={URL}",

@@ -13,8 +13,8 @@ from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
-from jaxsp.planning import limits
 from jaxsp.sharding.sharding import Gather
+from jaxsp.system import device_memory
 from tests import batches, tolerances, unsharded
 from tests.generation import models
 from tests.training import runs
@@ -142,7 +142,7 @@ def test_weights_are_whole_where_they_fit_into_half_of_the_free_memory(monkeypat
     spec = models.make_spec(MIXED, (1, 2, 1), compute_dtype="bfloat16")
     master = runs.put_weights(spec.table, runs.draw_weights(MIXED), spec.mesh)
     free_bytes = free * spec.gather.whole_bytes(spec.table)
-    monkeypatch.setattr(limits, "find_free_bytes", lambda devices: free_bytes)
+    monkeypatch.setattr(device_memory, "find_free_bytes", lambda devices: free_bytes)
     calls = []
     for name in ("cast_once", "gather_once"):
         function = getattr(Gather, name)
@@ -166,7 +166,7 @@ def make_generator(sizes=(1, 1, 1), row_tokens=models.ROW_TOKENS, **fields):
 @pytest.mark.e2e
 @pytest.mark.parametrize("free_bytes", [2**40])
 def test_samples_do_not_depend_on_the_mesh_and_stop_at_stop_tokens(monkeypatch, free_bytes):
-    monkeypatch.setattr(limits, "find_free_bytes", lambda devices: free_bytes)
+    monkeypatch.setattr(device_memory, "find_free_bytes", lambda devices: free_bytes)
     sampling = Sampling(temperature=0.9, top_p=0.95, seed=5)
     generate = make_generator()
     prompts = PROMPTS[:3]

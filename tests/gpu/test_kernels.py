@@ -13,7 +13,7 @@ from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_limits
 from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload, ScoreConfig
 from jaxsp.attention.kernels.segments import Segments
-from jaxsp.attention.strategies.registry import TOKEN_EXCHANGES
+from jaxsp.attention.selection import TOKEN_EXCHANGES
 from jaxsp.attention.strategies.strategy import combine
 from tests import batches, tolerances
 from tests.attention import oracle

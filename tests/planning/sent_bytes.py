@@ -17,7 +17,7 @@ from jaxsp.blocks.config import DELTA_NET, ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.delta_rule.spans import RowSpans
-from jaxsp.optimizers import matrix_exchange, optimizer, optimizer_state
+from jaxsp.optimizers import matrix_exchange, optimizer
 from jaxsp.optimizers.registry import Optimizer
 from jaxsp.planning.hlo import Collective
 from jaxsp.sharding import sharding
@@ -147,7 +147,7 @@ def average_bytes(param: Parameter, state: Any, num_shards: int) -> dict[str, fl
     experts = param.shape[: -len(param.matrix_shape)]
     averages = [(*experts, size) for size in param.matrix_shape]
     has_averages = any(
-        optimizer_state._layer_shape(param, x.shape) in averages for x in jax.tree.leaves(state)
+        optimizer._layer_shape(param, x.shape) in averages for x in jax.tree.leaves(state)
     )
     if placement.dim is None or len(param.matrix_shape) != 2 or not has_averages:
         return {}

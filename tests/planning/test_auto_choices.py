@@ -11,9 +11,9 @@ from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.planning import candidates, estimate, limits
-from jaxsp.planning.limits import MemoryLimit
 from jaxsp.run import config_file
 from jaxsp.system import hardware
+from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training.specs import make_spec
 from tests import batches, messages
 

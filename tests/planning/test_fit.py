@@ -13,9 +13,9 @@ from jaxsp.planning import absent, estimate, fit, limits
 from jaxsp.planning.candidates import MAX_PREDICTED_RATIO, list_candidates
 from jaxsp.planning.estimate import OffloadedBytes
 from jaxsp.planning.fit import MemoryUse
-from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.system import hardware
+from jaxsp.system import device_memory, hardware
+from jaxsp.system.device_memory import MemoryLimit
 from tests import batches
 from tests.attention.strategies import make_strategy
 from tests.planning import programs
@@ -305,10 +305,10 @@ def test_the_room_is_that_of_the_smallest_device_and_a_part_of_the_host(monkeypa
     """
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
-    actual = limits._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
+    actual = device_memory._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
     assert actual == MemoryLimit(70 * GIB, 43 * GIB, 5 * GIB)
     assert actual.pinned == 5 * GIB
-    assert limits._find_local_limits((Device(None),)) == MemoryLimit(math.inf, math.inf)
+    assert device_memory._find_local_limits((Device(None),)) == MemoryLimit(math.inf, math.inf)
 
 
 # Host memory

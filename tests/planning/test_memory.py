@@ -8,8 +8,8 @@ import pytest
 from jaxsp.hf import model_config
 from jaxsp.planning import absent, descriptions, estimate, fit, hlo, memory_problems
 from jaxsp.planning.fit import CompiledStep
-from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload
+from jaxsp.system.device_memory import MemoryLimit
 from tests import tolerances
 from tests.planning import programs
 

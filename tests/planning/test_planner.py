@@ -7,7 +7,7 @@ from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.core.errors import UserError
 from jaxsp.planning import planner
 from jaxsp.planning.fit import CompiledStep, MemoryUse
-from jaxsp.planning.limits import MemoryLimit
+from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training import specs
 from tests.training import runs
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from jaxsp.planning import descriptions, report, step_time
+from jaxsp.planning import descriptions, meshes, report, step_time
 from jaxsp.planning.meshes import MeshPlan
 from tests.messages import assert_names
 from tests.planning import example_plans
@@ -62,6 +62,7 @@ def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
             ("ulysses 4 x ring", None, "28 query heads cannot be shared"),
         )
     ]
+    plans = meshes.sort_by_rank(plans)
     text = report.format_ranking(plans)
     rows, note = cells(text)
     assert list(rows[0].values()) == [

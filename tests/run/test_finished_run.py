@@ -9,7 +9,6 @@ from jaxsp.checkpoint import reader, run_paths
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.run import preflight, resume
-from jaxsp.run.run import Run, StartPoint
 from jaxsp.run.run_config import RunConfig
 from tests import messages
 from tests.checkpoint.test_writer import make_meta
@@ -29,16 +28,13 @@ def test_a_run_that_is_done_deletes_what_a_kill_has_left(tmp_path):
     write_checkpoints(tmp_path, 8, 10, 11)
     (tmp_path / "checkpoints/9.deleting/master").mkdir(parents=True)
 
-    def finish(checkpoint):
-        start = StartPoint(checkpoint=checkpoint, step=11)
-        own = {"start": start, "config": config, "directory": tmp_path, "ranking_eval_set": None}
-        run = types.SimpleNamespace(**own)
-        run.is_resume = Run.is_resume.func(run)
-        preflight.finish_run(run)
+    def finish(*, is_resume):
+        own = {"config": config, "directory": tmp_path, "ranking_eval_set": None}
+        preflight.finish_run(types.SimpleNamespace(**own, is_resume=is_resume))
         return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 
-    assert finish(tmp_path.parent / "other/checkpoints/11") == ["10", "11", "8", "9.deleting"]
-    assert finish(tmp_path / "checkpoints/11") == ["10", "11"]
+    assert finish(is_resume=False) == ["10", "11", "8", "9.deleting"]
+    assert finish(is_resume=True) == ["10", "11"]
 
 
 @pytest.mark.parametrize("damage", ["removed", "empty", "a file", "partial"])

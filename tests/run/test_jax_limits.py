@@ -6,10 +6,10 @@ import pytest
 
 from jaxsp.core.units import GIB
 from jaxsp.planning import estimate, limits
-from jaxsp.planning.limits import MemoryLimit
 from jaxsp.run import jax_limits
 from jaxsp.sharding import host_offload
 from jaxsp.system import hardware
+from jaxsp.system.device_memory import MemoryLimit
 from tests.training import runs
 
 pytestmark = pytest.mark.usefixtures("small_shards")

@@ -11,7 +11,7 @@ import optax.contrib
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
-from jaxsp.optimizers import adamw8bit, optimizer, optimizer_state
+from jaxsp.optimizers import adamw8bit, optimizer
 from jaxsp.run.config_file import Config
 from jaxsp.sharding import host_offload
 from tests import batches
@@ -106,7 +106,7 @@ def describe_state(config: Config, mesh: jax.sharding.Mesh, *, offload: bool = F
 
     def describe(param):
         is_on_host = offload and host_offload.should_offload(param)
-        place = functools.partial(optimizer_state.describe, param, mesh=mesh, is_on_host=is_on_host)
+        place = functools.partial(optimizer.describe_array, param, mesh=mesh, is_on_host=is_on_host)
         return jax.tree.map(place, optimizer.describe_state(config.optimizer, param))
 
     return jax.tree.map(describe, TABLE)
@@ -151,7 +151,7 @@ def unpad_state(master: Any, state: Any) -> list[np.ndarray]:
 
     def unpad_param(param, weight, own):
         def cut(x):
-            shape = optimizer_state.unpadded_shape(param, weight.shape, x.shape)
+            shape = optimizer.unpadded_shape(param, weight.shape, x.shape)
             return np.asarray(x)[tuple(slice(size) for size in shape)]
 
         return jax.tree.map(cut, own)

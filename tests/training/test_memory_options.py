@@ -19,8 +19,9 @@ from jaxsp.core.errors import UserError
 from jaxsp.model import decoder
 from jaxsp.planning import descriptions, estimate, fit, limits, memory_problems
 from jaxsp.planning.fit import MemoryUse
-from jaxsp.planning.limits import MemoryLimit
 from jaxsp.sharding import host_offload, sharding
+from jaxsp.system import device_memory
+from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training import step_gradients, train_state, train_step
 from tests import batches, messages, tolerances
 from tests.attention.strategies import make_strategy
@@ -403,7 +404,7 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
         compiled.append(spec.remat_policy.remat)
         return EMPTY
 
-    monkeypatch.setattr(limits, "find_limits", lambda spec: node.limits)
+    monkeypatch.setattr(device_memory, "find_limits", lambda spec: node.limits)
     monkeypatch.setattr(
         limits,
         "subtract_reserves",
