@@ -9,7 +9,7 @@ devices in a group.
     collective-permute        all of it
 
 A kernel is an instruction that the device runs: a fusion, a copy, a matrix product. Attention
-inside cuDNN's calls is not counted.
+inside cuDNN's calls is not counted, nor is that inside loops over blocks of keys.
 """
 
 import collections
@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxsp.attention.attend import KINDS_SCOPE
 from jaxsp.attention.chunks.ring_hops import SCOPE as RING_HOPS_SCOPE
+from jaxsp.attention.kernels import blockwise
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.strategies import nodes
 from jaxsp.attention.strategies.nodes import Groups, Load
@@ -59,6 +60,9 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = ")
 _KIND_SWITCH = re.compile(rf'op_name="[^"]*/{KINDS_SCOPE}_(\d+(?:_\d+)+)\)*/cond"')
 _RING_HOPS = re.compile(rf'op_name="[^"]*/{RING_HOPS_SCOPE}\)*/cond"')
+_KEY_LOOP = re.compile(
+    rf'op_name="[^"]*/(?:{blockwise.FORWARD_SCOPE}|{blockwise.BACKWARD_SCOPE})\)*/while"'
+)
 _CALLED_COMPUTATIONS = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)|"
     r"\b(?:branch_computations|called_computations)=\{([^}]*)\}"
@@ -120,11 +124,17 @@ class Instruction:
             if word.strip()
         ]
 
+    @functools.cached_property
+    def is_key_loop(self) -> bool:
+        """True for a loop of the blockwise kernel, whose trip count depends on the documents."""
+        return self.opcode == "while" and _KEY_LOOP.search(self.attributes) is not None
+
     @property
     def run_computations(self) -> list[str]:
-        """Names of the computations whose instructions the device runs one by one."""
+        """Names of the computations whose instructions the device runs one by one, except those of
+        a key loop."""
         if self.opcode == "while":
-            return [self.find_computation("body")]
+            return [] if self.is_key_loop else [self.find_computation("body")]
         # async-update and async-done name the computation that async-start runs
         is_call = self.opcode in ("call", "async-start", "conditional")
         return self.called_computations if is_call else []
@@ -604,7 +614,17 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
 
     Raises: ValueError for a loop around a kernel with an unknown trip count.
     """
-    program = parse(text)
+    return _read_kernel_costs(parse(text))
+
+
+def read_iteration(program: Program, key_loop: Instruction) -> list[KernelCost]:
+    """Reads the cost of every kernel in one iteration of a key loop."""
+    body = key_loop.find_computation("body")
+    return _read_kernel_costs(dataclasses.replace(program, entry=body))
+
+
+def _read_kernel_costs(program: Program) -> list[KernelCost]:
+    """Costs of the kernels that run from the program's entry on."""
 
     def is_kernel(line: Instruction) -> bool:
         if line.opcode == "custom-call":

@@ -172,7 +172,7 @@ def format_time(plan: Plan) -> str:
     """Formats the estimated time of a step, its range, and its bottleneck."""
     step_s = plan.step_s_estimate
     if step_s is None or plan.tokens_per_s_estimate is None or plan.mfu_estimate is None:
-        return "no estimate: the published rates are for bfloat16 and cuDNN attention"
+        return "no estimate: the published rates are for bfloat16"
     if step_s < _SHORT_STEP_S:
         return (
             f"more than {durations.describe(step_s)} per step: kernel launches, which are not "

@@ -2,10 +2,11 @@
 measured.
 
 A kernel takes the longer of two times: its matrix products at the rate of large products, and its
-reads and writes at the rate of the memory. Attention takes its arithmetic at the rate of flash
-attention. Kernels of gated delta nets are listed apart, without their projections. Left out: kernel
-launches, waiting for data, the slowdown of kernels that overlap collectives, and unequal attention
-of devices, which training logs as `attention_imbalance`.
+reads and writes at the rate of the memory. Attention by cuDNN takes its arithmetic at the rate of
+flash attention, and blockwise attention at that of its own kernels, with an assumed time of their
+launches. Kernels of gated delta nets are listed apart, without their projections. Left out: other
+kernel launches, waiting for data, the slowdown of kernels that overlap collectives, and unequal
+attention of devices, which training logs as `attention_imbalance`.
 
 What overlaps follows from the schedule. XLA orders the instructions of each computation. Kernels
 run one after another on the compute stream, in that order. A collective, or a copy between host and
@@ -30,9 +31,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsp.attention.kernels import blockwise
+from jaxsp.attention.selection import AttentionChoice
 from jaxsp.blocks import delta_net
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.model import flops
-from jaxsp.planning import hlo
+from jaxsp.planning import gpus, hlo
 from jaxsp.planning.gpus import Ceilings
 from jaxsp.planning.hlo import Collective, Instruction, Program
 from jaxsp.training.microbatch import TEACHER_SCOPE
@@ -117,14 +121,11 @@ def estimate_step(
 ) -> TimeEstimate | None:
     """Estimates a step over segments of these lengths, on nodes of `node_devices` devices.
 
-    None if the dtype is not bfloat16 or XLA compiles the kernel of any layer: the published rates
-    are for cuDNN.
+    None if the dtype is not bfloat16, which the published rates are for.
 
     Args: text: of the compiled step.
     """
-    prefix = spec.attention.library_kernel.custom_call_prefix
-    others = [x.kernel.custom_call_prefix for x in spec.attention.exceptions]
-    if not all([spec.attention.kernel.custom_call_prefix, *others]) or spec.dtype != jnp.bfloat16:
+    if spec.dtype != jnp.bfloat16:
         return None
     compiled = hlo.parse(text)
     kernels = hlo.read_kernel_costs(text)
@@ -154,31 +155,28 @@ def estimate_step(
             kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
             kernel.min_s,
         )
-    forward_flops = flops.attention_flops(spec.model, segment_lengths) / spec.mesh.size
-    # five products instead of two: the scores again, and both gradients of both products
-    operations = [forward_flops, 2.5 * forward_flops]
-    if not spec.remat_policy.is_attention_saved:
-        operations[0] *= 2 + spec.remat_policy.num_extra_passes(spec.model.num_layers)
-    if spec.scores_pairs_first:
-        operations[0] += forward_flops
-    operations.append(0.0)
-    if spec.teacher is not None:
-        of_teacher = flops.attention_flops(spec.teacher.model, segment_lengths)
-        operations[2] = of_teacher / spec.mesh.size
-    attention_s: dict[int, float] = {}
-    runs = hlo.count_runs(compiled, lambda line: line.calls(prefix), include_branches=True)
+    prefix = spec.attention.library_kernel.custom_call_prefix
+    is_call = lambda line: line.is_key_loop or (bool(prefix) and line.calls(prefix))
+    runs = hlo.count_runs(compiled, is_call, include_branches=True)
     forward_rate = ceilings.attention_forward_tflops
-    rates = (forward_rate, ceilings.attention_backward_tflops, forward_rate)
-    passes = zip(operations, rates, strict=True)
-    for number, (num_operations, rate) in enumerate(passes):
-        calls = {
-            line.line_number: num_runs
-            for line, num_runs in runs
-            if _find_pass(line.attributes) == number
-        }
-        if calls:  # they take equal times
-            call_s = num_operations / (rate * _TERA) / sum(calls.values())
-            attention_s |= dict.fromkeys(calls, call_s)
+    library_rates = (forward_rate, ceilings.attention_backward_tflops, forward_rate)
+    attention_s: dict[int, float] = {}
+    attention_operations = 0.0
+    for is_library in (True, False):
+        for number, count in enumerate(_count_attention(spec, segment_lengths, is_library)):
+            calls = {
+                line: num_runs
+                for line, num_runs in runs
+                if line.is_key_loop != is_library and _find_pass(line.attributes) == number
+            }
+            attention_operations += count
+            if not calls:
+                continue
+            rate = library_rates[number] * _TERA
+            if not is_library:
+                rate = _find_loop_rate(compiled, calls, ceilings)
+            call_s = count / rate / sum(calls.values())  # they take equal times
+            attention_s |= {line.line_number: call_s for line in calls}
     lines[ATTENTION] = [*attention_s]
     timeline = Timeline(compiled, kernel_s | attention_s, sends | copies)
     timeline.run(compiled.entry, runs=1)
@@ -203,7 +201,7 @@ def estimate_step(
         return sum((kernel.num_runs * getattr(kernel, field) for kernel in kernels), start=0.0)
 
     return TimeEstimate(
-        hardware_flops=sum_runs("flops") + sum(operations),
+        hardware_flops=sum_runs("flops") + attention_operations,
         host_copy_bytes=(sum_runs("bytes_from_host"), sum_runs("bytes_to_host")),
         seconds=seconds,
         step_s=timeline.seconds,
@@ -211,9 +209,54 @@ def estimate_step(
     )
 
 
+def _count_attention(
+    spec: StepSpec, segment_lengths: np.ndarray, is_library: bool
+) -> tuple[float, float, float]:
+    """Operations of a device in the layers whose attention a library computes, or in the others:
+    forward, backward, and of a teacher."""
+
+    def count(model: ModelConfig, choice: AttentionChoice) -> float:
+        chosen = []
+        for layer, score in zip(model.attention_layers, model.layer_scores, strict=True):
+            kernel, _ = choice.find_kernel(score.heads)
+            if bool(kernel.custom_call_prefix) == is_library:
+                chosen.append(layer)
+        layers = dataclasses.replace(model, layers=tuple(chosen))
+        return flops.attention_flops(layers, segment_lengths) / spec.mesh.size
+
+    forward = count(spec.model, spec.attention)
+    num_forward = 1.0 + spec.scores_pairs_first
+    if not spec.remat_policy.is_attention_saved:
+        num_forward += 1 + spec.remat_policy.num_extra_passes(spec.model.num_layers)
+    teacher = spec.teacher
+    of_teacher = 0.0 if teacher is None else count(teacher.model, teacher.attention)
+    # five products instead of two: the scores again, and both gradients of both products
+    return num_forward * forward, 2.5 * forward, of_teacher
+
+
+def _find_loop_rate(
+    compiled: Program, loops: Mapping[Instruction, int], ceilings: Ceilings
+) -> float:
+    """Operations per second of the key loops of a pass, weighted by their numbers of runs. The
+    kernels of an iteration follow one another, because the host waits for the loop's condition."""
+    launch_us, _ = gpus.ASSUMED["all"]["key_loop_launch_us"]
+    operations = seconds = 0.0
+    for loop, num_runs in loops.items():
+        for kernel in hlo.read_iteration(compiled, loop):
+            operations += num_runs * kernel.flops
+            seconds += num_runs * max(
+                kernel.flops / (ceilings.matmul_tflops * _TERA),
+                kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
+                launch_us * _MICRO,
+            )
+    return operations / seconds
+
+
 def _find_pass(attributes: str) -> int:
     """Pass of a call of attention's kernel: 0 forward, 1 backward, 2 of a teacher."""
-    return 2 if _IN_TEACHER.search(attributes) else int("Backward" in attributes)
+    if _IN_TEACHER.search(attributes):
+        return 2
+    return int("Backward" in attributes or blockwise.BACKWARD_SCOPE in attributes)
 
 
 # Schedule
@@ -319,7 +362,7 @@ class Timeline:
             if (seconds := self._kernels.get(line.line_number)) is not None:
                 self._compute_free_s += seconds * fraction
                 self.kernel_seconds[line.line_number] += seconds * fraction * runs
-            if line.opcode == "while":
+            if line.opcode == "while" and not line.is_key_loop:
                 self._run_loop(line, runs, fraction)
                 continue
             fractions = hlo.find_kind_fractions(line)

@@ -66,13 +66,15 @@ SHAPES = [
     # Shorter than some segments, longer than others; not a multiple of a block
     (2, 1, 192, 16, 20),
     (2, 2, 256, 100, 33),
+    (2, 1, 264, 40, None),  # larger heads have blocks of their own size
 ]
 """Query heads, K/V heads, head size, tokens of a block, window."""
 
 
 @pytest.mark.parametrize(("h", "g", "K", "block", "window"), SHAPES)
 def test_blockwise_equals_the_oracle(h, g, K, block, window, monkeypatch):
-    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", block)
+    name = "LARGE_HEAD_BLOCK_TOKENS" if K > 256 else "BLOCK_TOKENS"
+    monkeypatch.setattr(blockwise_rows, name, block)
     inputs = [*arrays(len(STARTS), L, h, g, K), np.int32(STARTS), np.int32(LENGTHS)]
     attends = [
         make_attend(kernel=kernel, layer_scores=[ScoreConfig(window=window)])

@@ -3,11 +3,15 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import safetensors.numpy
+from transformers.models.gemma4 import modeling_gemma4
 
 from jaxsp.attention.attend import make_chosen_attend
 from jaxsp.attention.selection import choose_attention, describe_choice
+from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, published, weights
 from jaxsp.model import decoder
@@ -66,6 +70,15 @@ def test_what_is_not_implemented_is_refused_by_name(changes, names):
     with pytest.raises(UserError) as caught:
         parse(SHARED, **changes)
     assert_names(str(caught.value), *names)
+
+
+def test_the_scale_of_embeddings_is_rounded_to_bfloat16_as_in_transformers():
+    scale = 5376**0.5
+    theirs = modeling_gemma4.Gemma4TextScaledWordEmbedding(9, 16, 0, embed_scale=scale).bfloat16()
+    table = jnp.asarray(theirs.weight.detach().float().numpy()).astype(jnp.bfloat16)
+    expected = theirs(oracle.torch.arange(9)).detach().float().numpy()
+    actual = np.asarray(layers.scale(table, scale).astype(jnp.float32))
+    np.testing.assert_array_equal(actual, expected)
 
 
 @dataclasses.dataclass(frozen=True)

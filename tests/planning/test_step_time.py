@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.config import yaml_io
 from jaxsp.model import flops
 from jaxsp.planning import absent, gpus, hlo, step_time
@@ -73,6 +74,31 @@ def test_attention_has_two_and_a_half_times_the_arithmetic_backward(step):
     assert estimate(step).seconds[step_time.ATTENTION] == pytest.approx(
         forward / 400e12 + 2.5 * forward / 200e12
     )
+
+
+@pytest.mark.e2e
+def test_blockwise_attention_takes_the_time_of_the_kernels_of_all_visited_blocks():
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    words = ["attention.kernel=blockwise", f"data.row_tokens={DEVICE_TOKENS}"]
+    config = programs.settings(*words, num_attention_heads=8, hidden_size=1024, vocab_size=512)
+    step = programs.step(config, absent.make_devices("h100-80gb", 1))
+    program = hlo.parse(step.dump.hlo_text)
+    lines = (line for each in program.computations.values() for line in each.values())
+    loops = [line for line in lines if line.is_key_loop]
+    num_blocks = DEVICE_TOKENS // blockwise_rows.BLOCK_TOKENS
+    num_visits = 4 * num_blocks * (num_blocks + 1) / 2  # in four layers
+    for launch_us in (0.0, 500.0):
+        seconds = 0.0
+        for loop in loops:  # one forward and one backward
+            for kernel in hlo.read_iteration(program, loop):
+                busy_s = max(kernel.flops / 500e12, kernel.device_bytes / 1000e9)
+                seconds += num_visits * max(busy_s, launch_us / 1e6)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(gpus.ASSUMED["all"], "key_loop_launch_us", (launch_us, "for this test"))
+            estimated = estimate(step)
+        assert estimated.seconds[step_time.ATTENTION] == pytest.approx(seconds, rel=2 / num_blocks)
+    causes = sum(estimated.seconds.get(cause, 0) for cause in step_time.CAUSES)
+    assert causes == pytest.approx(estimated.step_s)
 
 
 @pytest.mark.e2e

@@ -37,6 +37,10 @@ from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, 
 from jaxsp.attention.kernels.residuals import AttentionFunctions, Gradients, Saved
 from jaxsp.attention.kernels.segments import OffDiagonalBlock, Segments
 
+FORWARD_SCOPE = "blockwise_forward"
+BACKWARD_SCOPE = "blockwise_backward"
+"""Scopes of the loops over the blocks of keys that a block of queries visits."""
+
 _MASKED_SCORE = -1e30
 """Maximum of no scores: finite, so that exp(x - maximum) is never NaN."""
 
@@ -94,8 +98,9 @@ def backward(
     def compute_row(arrays: tuple[Any, ...]) -> tuple[Array, Array, Array]:
         q, k, v, mask, dout, lse, delta = arrays
         row = make_row(q, k, v, mask)
+        C = row.segment_q.shape[1]
         dout, lse, delta = (
-            blockwise_rows.split_blocks(x, g) for x in (dout, lse[..., None], delta[..., None])
+            blockwise_rows.split_blocks(x, g, C) for x in (dout, lse[..., None], delta[..., None])
         )
 
         def add_block(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
@@ -147,7 +152,8 @@ def _forward_block(
 
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     start = (jnp.zeros(q.shape, jnp.float32), zeros, jnp.full_like(zeros, _MASKED_SCORE))
-    out, total, maximum = jax.lax.fori_loop(row.first_block[i], row.end_block[i], visit, start)
+    with jax.named_scope(FORWARD_SCOPE):
+        out, total, maximum = jax.lax.fori_loop(row.first_block[i], row.end_block[i], visit, start)
     has_keys = total > 0
     total = jnp.where(has_keys, total, 1.0)
     out = (out / total[..., None]).astype(dtype)
@@ -196,7 +202,8 @@ def _backward_block(
     first = row.first_block[i]
     end = row.end_block[i]
     zeros = jnp.zeros(q.shape, jnp.float32)
-    return jax.lax.fori_loop(first, end, visit_on_platform, (dk, dv, zeros))
+    with jax.named_scope(BACKWARD_SCOPE):
+        return jax.lax.fori_loop(first, end, visit_on_platform, (dk, dv, zeros))
 
 
 def _scores(

@@ -12,6 +12,20 @@ from jaxsp.attention.kernels.segments import OffDiagonalBlock
 BLOCK_TOKENS = 256
 """Tokens per block: the float32 scores of 8 heads take 2 MiB."""
 
+LARGE_HEAD_DIM = 256
+"""Largest heads that cuDNN computes."""
+
+LARGE_HEAD_BLOCK_TOKENS = 2048
+"""The same of larger heads, whose fastest kernel on GPUs this is. The scores of 4 heads take 64
+MiB. Smaller blocks read and write the sums more often, and start more kernels: planned for 4 heads
+of 512 on an H100, blocks of 256 tokens take 20 times as long forward."""
+
+
+def block_tokens(head_dim: int, num_tokens: int) -> int:
+    """Tokens per block of a row."""
+    is_large = head_dim > LARGE_HEAD_DIM
+    return min(LARGE_HEAD_BLOCK_TOKENS if is_large else BLOCK_TOKENS, num_tokens)
+
 
 class BlockedRow(NamedTuple):
     """One row in n blocks of C queries and m blocks of D keys: g K/V heads, r query heads for
@@ -58,8 +72,8 @@ def make_segment_row(
 ) -> BlockedRow:
     """A row whose queries and keys belong to the same tokens."""
     L = len(segment_L)
-    g = k_LgK.shape[1]
-    C = min(BLOCK_TOKENS, L)
+    g, K = k_LgK.shape[1:]
+    C = block_tokens(K, L)
     n = -(-L // C)
     segment_L = jnp.pad(segment_L, (0, n * C - L), constant_values=-1)
     position_L = jnp.arange(n * C, dtype=jnp.int32)
@@ -70,9 +84,9 @@ def make_segment_row(
     first_L = jnp.where(segment_L >= 0, first_L, n * C)
     segment = segment_L.reshape(n, C)
     return BlockedRow(
-        q=split_blocks(q_LhK, g),
-        k=split_blocks(k_LgK, g),
-        v=split_blocks(v_LgK, g),
+        q=split_blocks(q_LhK, g, C),
+        k=split_blocks(k_LgK, g, C),
+        v=split_blocks(v_LgK, g, C),
         segment_q=segment,
         segment_k=segment,
         first_block=first_L.reshape(n, C).min(1) // C,
@@ -87,10 +101,12 @@ def make_off_diagonal_row(
 ) -> BlockedRow:
     """A row for an off-diagonal block: one segment, whose keys are all before its queries."""
     num_queries, first_key, num_keys = block
-    q, k, v = (split_blocks(x, k_DgK.shape[1]) for x in (q_ChK, k_DgK, v_DgK))
-    D = min(BLOCK_TOKENS, len(k_DgK))
-    position_q = _block_positions(len(q), len(q_ChK))
-    position_k = _block_positions(len(k), len(k_DgK))
+    g, K = k_DgK.shape[1:]
+    C, D = (block_tokens(K, len(x)) for x in (q_ChK, k_DgK))
+    q = split_blocks(q_ChK, g, C)
+    k, v = (split_blocks(x, g, D) for x in (k_DgK, v_DgK))
+    position_q = jnp.arange(len(q) * C, dtype=jnp.int32).reshape(-1, C)
+    position_k = jnp.arange(len(k) * D, dtype=jnp.int32).reshape(-1, D)
     has_keys = (position_q[:, 0] < num_queries) & (num_keys > 0)
     return BlockedRow(
         q=q,
@@ -105,19 +121,12 @@ def make_off_diagonal_row(
     )
 
 
-def _block_positions(num_blocks: int, num_tokens: int) -> Int32[Array, "n C"]:
-    """Position of each token of each block in the row."""
-    size = min(BLOCK_TOKENS, num_tokens)
-    return jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(num_blocks, size)
-
-
-def split_blocks(x_LhK: Array, num_kv_heads: int) -> Float[Array, "n g rC K"]:
-    """Splits tokens into blocks.
+def split_blocks(x_LhK: Array, num_kv_heads: int, C: int) -> Float[Array, "n g rC K"]:
+    """Splits tokens into blocks of C.
 
     Query heads that share a K/V head are stacked along the tokens, to be multiplied in one product.
     """
     L, h, K = x_LhK.shape
-    C = min(BLOCK_TOKENS, L)
     n = -(-L // C)
     x = jnp.pad(x_LhK, ((0, n * C - L), (0, 0), (0, 0)))
     x = x.reshape(n, C, num_kv_heads, h // num_kv_heads, K).transpose(0, 2, 3, 1, 4)
