@@ -36,7 +36,7 @@ _POLICY_VALUES = (
 
 _DIVERGENCE_FIELDS = ("objective.beta", "objective.divergence")
 _DIVERGENCES = {0: ["objective.divergence=forward_kl"], 1: ["objective.divergence=reverse_kl"]}
-"""What beta of TRL's GKD stands for; between 0 and 1 it is that of jsd."""
+"""Meaning of beta of TRL's GKD; between 0 and 1 it is that of jsd."""
 
 _HEAD = (
     "# Options that the input does not have are jaxsp's defaults, not those of the other system:",
