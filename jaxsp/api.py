@@ -189,10 +189,14 @@ class Trainer:
     @property
     def state(self) -> TrainState:
         """The model's weights (`state.master`, float32 if they are trained, sharded over the mesh)
-        and the optimizer's state: those of the model, or after the last step."""
+        and the optimizer's state: those of the model, or after the last step.
+
+        Raises: UserError if a kernel is wrong on this device, or after an error in `train`.
+        """
         if self._is_interrupted:
             raise UserError("train ended with an error: call it again, which resumes the run.")
         if self._state is None:
+            selfcheck.check_device(self.spec)
             self._state = train_state.init_state(self.spec, self._weights.make())
         return self._state
 
@@ -500,10 +504,9 @@ class Trainer:
         """Trains on a batch. Its metrics are arrays by name; reading one waits for the step.
 
         Compiles at the first batch, with the memory options that fit.
-        Raises: UserError if a kernel is wrong on this device, or the step does not fit.
+        Raises: UserError if the step does not fit.
         """
         if self._step is None:
-            selfcheck.check_device(self.spec)
             self._step = fit.compile_fitting_step(self.spec).executable
         self._num_steps += 1
         end = self.spec.num_steps
