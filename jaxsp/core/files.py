@@ -75,12 +75,6 @@ def is_damage(error: Exception) -> bool:
     return not isinstance(error, MemoryError)
 
 
-def sync(path: pathlib.Path) -> None:
-    """Makes a file's content survive a power failure. Raises: OSError."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
 def sync_dir(folder: pathlib.Path) -> None:
     """Makes new names in a folder survive a power failure, where the file system supports it."""
     handle = os.open(folder, os.O_RDONLY)
