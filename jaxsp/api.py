@@ -296,10 +296,25 @@ class Trainer:
         ]
         return tokens, labels
 
-    def generate(self, prompts: Iterable[Any], **options: Any) -> list[str]:
+    def generate(
+        self,
+        prompts: Iterable[Any],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[str]:
         """Texts of answers, without the tokens that end them. Args: those of `generate_ids`."""
         decode = functools.partial(self._load_tokenizer().decode, skip_special_tokens=True)
-        return [str(decode(answer)) for answer in self.generate_ids(prompts, **options)]
+        answers = self.generate_ids(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        return [str(decode(answer)) for answer in answers]
 
     def generate_ids(
         self,
@@ -658,7 +673,37 @@ class Trainer:
         of tokens that records have."""
         import datasets
 
-        numbers: dict[str, pa.LargeListArray] = {}
+        columns: dict[str, Any] = {}
+        problems = ProblemCollector()
+        with problems.collect():
+            columns = self._make_columns(documents, labels, weights, needs=needs)
+        if jax.process_count() > 1:
+            with problems.collect():  # all take part, also one with bad documents
+                _check_equal(columns.values())
+        problems.raise_if_any()
+        places = columns.pop("place")
+        with at("documents"):
+            packed = Documents(
+                [datasets.Dataset(pa.table(columns | {"place": pa.array(places)}))],
+                source_names=["documents"],
+                row_tokens=self.spec.config.row_tokens,
+                long_documents=self.config.data.long_documents,
+                numbers=needs,
+                equal_numbers=self.spec.objective.needs_equal,
+            )
+        # Digests are for comparisons with checkpoints and other processes
+        return dataset.pack_documents(name, packed, **self.spec.config.packing, digests=[""])
+
+    def _make_columns(
+        self,
+        documents: NumberLists,
+        labels: NumberLists | None,
+        weights: NumberLists | None,
+        *,
+        needs: tuple[str, ...],
+    ) -> dict[str, Any]:
+        """Columns of documents as `Documents` reads them. Raises: UserError for bad ones."""
+        numbers: dict[str, Any] = {}
         if needs:
             if labels is not None:
                 raise UserError("labels: trajectories have a loss_mask of their own. Leave it out.")
@@ -682,55 +727,48 @@ class Trainer:
             columns["weights"] = _make_column(
                 "weights", weights, lengths, np.float32, is_weight, rule
             )
-        _check_equal([*columns.values(), *numbers.values()])
-        columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
-        with at("documents"):
-            packed = Documents(
-                [datasets.Dataset(pa.table(columns | numbers))],
-                source_names=["documents"],
-                row_tokens=self.spec.config.row_tokens,
-                long_documents=self.config.data.long_documents,
-                numbers=needs,
-                equal_numbers=self.spec.objective.needs_equal,
-            )
-        # Digests are for comparisons with checkpoints and other processes
-        return dataset.pack_documents(name, packed, **self.spec.config.packing, digests=[""])
+        places = [f"documents[{number}]" for number in range(len(lengths))]
+        return columns | {"place": places} | numbers
 
 
-def _check_equal(lists: Iterable[pa.LargeListArray]) -> None:
+def _check_equal(columns: Iterable[Any]) -> None:
     """Checks that all processes have the same documents. Raises: UserError if not."""
-    if jax.process_count() == 1:
-        return
     digest = hashlib.sha256()
-    for each in lists:
-        digest.update(each.offsets.to_numpy())
-        digest.update(each.values.to_numpy())
+    for each in columns:
+        if isinstance(each, pa.LargeListArray):
+            digest.update(each.offsets.to_numpy())
+            digest.update(each.values.to_numpy())
     own = np.frombuffer(digest.digest(), np.uint32)
     is_other = (multihost_utils.process_allgather(own) != own).any(axis=1)
     if is_other.any():
         raise UserError(
-            f"documents: process {is_other.argmax()} has others than process "
+            f"documents: process {is_other.argmax()} has different documents from process "
             f"{jax.process_index()}. Pass the same list in each process."
         )
 
 
 def _read_trajectories(
     records: Iterable[Any], data: DataConfig
-) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, pa.LargeListArray]]:
-    """Token ids, labels and numbers of records of the format trajectories. Raises: UserError for
-    bad ones, unless data.on_bad_record leaves them out."""
+) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, Any]]:
+    """Token ids, labels and numbers of records of the format trajectories, with their places.
+    Raises: UserError for bad ones, unless data.on_bad_record leaves them out."""
     source = Trajectories(source="memory")
     entries = []
+    places = []
     bad = []
     for number, record in enumerate(records):
         try:
             entries.append(source.convert(record))
+            places.append(f"documents[{number}]")
         except UserError as error:
             bad.append({"place": f"documents[{number}]", "problem": str(error)})
     sources.check_bad_records(len(bad), len(entries) + len(bad), bad, data=data)
+    if bad:
+        count = format_count(len(bad), "bad record")
+        distributed.log(f"{count} left out; the first: {bad[0]['place']}: {bad[0]['problem']}")
     column = lambda name: [entry[name] for entry in entries]
     numbers = {name: make_lists(column(name)) for name in source.numbers if entries}
-    return column("input_ids"), column("labels"), numbers
+    return column("input_ids"), column("labels"), numbers | {"place": places}
 
 
 def plan(

@@ -127,7 +127,7 @@ class ExpertsConfig:
     """Name of the kernel of the matrix products: see `experts.kernels`."""
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
-    """Factors of the router's losses (`experts.balance`)."""
+    """Factors of the router's losses (`experts.routing`)."""
     clamped_gate: ClampedGate | None = None
     has_bias: bool = False
     """True if each expert's projections have biases."""

@@ -38,7 +38,7 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
         raise UserError([f"{path}: no such file. {suggestion}", *lines]) from None
     except IsADirectoryError:
         raise UserError(
-            f"{path}: is a folder. Name a config; that of a run is {path / 'config.yaml'}."
+            f"{path}: is a folder. Name a config, such as {path / 'config.yaml'} of a run."
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}.") from None

@@ -10,7 +10,17 @@ from typing import Any
 
 from jaxsp.core import paths
 from jaxsp.core.errors import UserError
-from jaxsp.data.data_config import FORMATS
+
+_FORMATS = {
+    "preference": {"chosen", "rejected"},
+    "unpaired": {"prompt", "completion", "label"},
+    "prompt_completion": {"prompt", "completion"},
+    "messages": {"messages"},
+    "trajectories": {"input_ids", "advantages"},
+    "tokens": {"input_ids"},
+    "text": {"text"},
+}
+"""Fields by which a format is found, in the order of trial."""
 
 
 def write_sources(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,11 +84,8 @@ def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str,
         target = folder / f"{digest[:32]}{suffix}"
         if not target.exists():  # its time is part of the identity of the records
             path.replace(target)
-    defaults = {"name": name}
-    formats = [known for known in reversed(FORMATS) if columns >= {*known.required}]
-    if formats:
-        known = max(formats, key=lambda known: len(known.required))
-        defaults["format"] = known.model_fields["format"].default
+    formats = [known for known, needed in _FORMATS.items() if columns >= needed]
+    defaults = {"name": name} | ({"format": formats[0]} if formats else {})
     return defaults | dict(source) | {"source": str(target)}
 
 

@@ -45,9 +45,8 @@ class Distill(TokenObjective):
     """Folder of the teacher's predictions for the data, which `jaxsp score` writes; training then
     reads them instead of running the teacher. null: the teacher runs in every step."""
     top_k: PositiveCount = 64
-    """At most 256: number of the likeliest tokens whose probabilities are in
-    `predictions`. All others together
-    are one class of the divergence."""
+    """Number of the likeliest tokens whose probabilities are in `predictions`, at most 256. All
+    others together are one class of the divergence."""
     teacher_quantization: Literal["none", "int8", "nf4"] = "none"
     """Format of the teacher's weights: as adapter.quantization."""
     teacher_linear_dtype: Annotated[Literal["float8"] | None, with_examples("float8")] = None

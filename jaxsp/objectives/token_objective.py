@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileTokens:
-    """Tokens of a tile. All numbers are float32; those of tokens without a label are undefined."""
+    """Tokens of a tile. Numbers are float32 unless noted; those of tokens without a label are
+    undefined."""
 
     logits_XV: "Array"
     """Logits of the trained model."""
@@ -32,7 +33,8 @@ class TileTokens:
     """Logits of the teacher, if the objective has one."""
     numbers: Mapping[str, "Array"] = dataclasses.field(default_factory=dict)
     """Other numbers of each token, float32[X] by name: those of `Objective.needs`, and for an
-    objective by document LENGTH and `TokenObjective.sum_over_documents`."""
+    objective by document LENGTH and `TokenObjective.sum_over_documents`. Stored predictions are
+    int32: see `core.batch.PREDICTIONS`."""
 
     @property
     def logps_X(self) -> "Array":
@@ -73,8 +75,8 @@ class TokenObjective(Objective, abc.ABC):
 
     @property
     def bytes_per_logit(self) -> int:
-        """Memory for each logit of the model in a tile, beside what cross entropy needs and the
-        teacher's logits. For estimates, as measured of programs for GPUs."""
+        """Bytes of memory for each logit of the model in a tile, in addition to those of cross
+        entropy and of the teacher's logits: an estimate, from compiled programs for GPUs."""
         return 2
 
     @property

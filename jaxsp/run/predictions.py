@@ -49,7 +49,7 @@ def attach(objective: Distill, data_sets: list[PackedDataset], *, model_ids: int
                     "jaxsp score CONFIG.yaml; or let the teacher run in each step: "
                     "objective.predictions=null objective.top_k=64."
                 )
-            if not (folder / CHECKSUMS).is_file():
+            if not all((folder / name).is_file() for name in (ARRAY, CHECKSUMS)):
                 raise UserError(
                     f"is incomplete for {data.name}. Run the same jaxsp score again: it continues."
                 )

@@ -57,7 +57,7 @@ class Reference:
     directory of another one, which has no checkpoint, may have another model."""
 
     def open(self) -> InitialWeights:
-        """Raises: UserError as `open_sources`."""
+        """Raises: UserError as `model_files.open_weights`."""
         return model_files.open_weights(
             self.spec,
             None if self.source is None else folder.find(self.source),

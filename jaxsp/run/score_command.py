@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import hashlib
 import io
 import json
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ from jaxsp.core import files
 from jaxsp.core.batch import PREDICTIONS
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_bytes, format_count
-from jaxsp.data.ingest import cache, sources
+from jaxsp.data.ingest import cache
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.evaluation import token_losses
@@ -76,7 +78,7 @@ def score(config: Config, process: Process, console: rich.console.Console) -> No
     source = folder.find(str(objective.teacher), field="objective.teacher")
     opened = model_files.open_weights(teacher, source, None)
     assert opened.reader is not None, "a teacher has files"
-    identity = repr(sources.file_identities(opened.reader.list_files()))
+    identity = repr([*map(_identify, opened.reader.list_files())])
     compute = functools.partial(step_gradients.compute_numbers, teacher, objective.predict)
     compute = functools.partial(train_step.compile_forward(teacher, compute), opened.make())
     for data in data_sets:
@@ -120,7 +122,9 @@ def _write(
                 "another folder, or remove it."
             )
         files.write_atomic(folder / META, json.dumps(meta))
-        (folder / ARRAY).touch()
+        if not (folder / ARRAY).is_file():
+            (folder / CHECKSUMS).unlink(missing_ok=True)  # those of a damaged array
+            (folder / ARRAY).touch()
         shape = (int(rows.documents.lengths.sum()), width)
         values = np.memmap(folder / ARRAY, np.int32, "r+", shape=shape)  # zeros if it is new
     if _is_true_in_first_process((folder / CHECKSUMS).is_file()):
@@ -149,6 +153,14 @@ def _write(
     print_line(
         f"{rows.name}: {format_count(int(rows.documents.lengths.sum()), 'token')} -> {folder}"
     )
+
+
+def _identify(path: pathlib.Path) -> tuple[int, str]:
+    """Size of a file and digest of its last weights, which differ after any training."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(-min(2**20, size), os.SEEK_END)
+        return size, hashlib.sha256(file.read()).hexdigest()
 
 
 def _is_true_in_first_process(value: bool) -> bool:

@@ -52,7 +52,7 @@ def divide(numerator: Any, denominator: Any) -> Any:
 
 
 def _mean(name: str, meaning: str, counted: str = "num_loss_tokens") -> Metric:
-    """Metric that is a mean, of numbers of loss tokens if not of others that are counted."""
+    """Metric that is a mean: over loss tokens, or over what `counted` counts."""
     compute = lambda sums: divide(sums[f"{name}_sum"], sums[counted])
     return Metric(meaning, compute, needs=f"{name}_sum", counted=counted)
 

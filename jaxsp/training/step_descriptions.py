@@ -13,7 +13,8 @@ from jaxsp.training.specs import StepSpec
 
 
 def describe_objective(spec: StepSpec, reference: str = "the model of step 0") -> str:
-    """Describes the objective; empty for sft. Of objectives of tokens, it leaves out defaults.
+    """Describes the objective; empty for sft. Defaults of token objectives are left
+    out.
 
     Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is the model of step 0`.
     """

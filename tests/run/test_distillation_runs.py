@@ -1,6 +1,7 @@
 """Runs of distillation: meshes, resuming, stored predictions, evaluation and export."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -124,8 +125,15 @@ def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
     content = bytearray(files[0].read_bytes())
     content[-500] ^= 4
     files[0].write_bytes(content)
+    damaged = settings(folder, "damaged", *words, *stored)
     with pytest.raises(Exception, match="IS DAMAGED"):
-        run(settings(folder, "damaged", *words, *stored))
+        run(damaged)
+    with pytest.raises(UserError, match="incomplete for"):
+        run(damaged)
+    for path in (folder / "teacher").iterdir():
+        os.utime(path, (0, 0))  # a copy is the same teacher
+    score_command.score(other_mesh, Process(), console)
+    assert [x["loss"] for x in run(damaged)] == [x["loss"] for x in lines]
 
 
 def test_a_teacher_with_other_tokens_is_refused(folder):

@@ -303,6 +303,10 @@ def test_a_resumed_run_names_a_jump_of_the_learning_rate(stopped, num_steps, rat
     inputs = build.build_training(config, devices=jax.devices())
     changes = [change for change in inputs.start.config_changes if "learning rate" in change]
     assert changes == ([f"learning rate of step 7 0.005 -> {rate}"] if rate else [])
+    assert inputs.is_resume
+    words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
+    other = settings(stopped, *words, f"run.steps={num_steps}")
+    assert not build.build_training(other, devices=jax.devices()).is_resume
 
 
 def test_the_learning_rate_of_a_run_of_epochs_is_that_of_its_last_epoch(tmp_path):

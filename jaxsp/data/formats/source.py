@@ -62,7 +62,7 @@ _TRAJECTORY_HINTS = {
     "reward": "Compute advantages from the rewards",
     "rewards": "Compute advantages from the rewards",
 }
-"""The same of trajectories, whose objective has one format."""
+"""Hints for records of trajectories that lack a field, by the fields that they have."""
 
 
 def suggest_ignoring(*names: str) -> str:

@@ -191,7 +191,7 @@ def _utf8_problem(text: str) -> str | None:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises: UserError for a name that is there twice; json keeps the last."""
+    """An object of JSON. Raises: UserError for a name that occurs twice; json keeps the last."""
     result = dict(pairs)
     if len(result) < len(pairs):
         ((name, _), *_) = collections.Counter(name for name, _ in pairs).most_common(1)
@@ -260,7 +260,7 @@ def _read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
         if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
             raise ValueError("the stream has no end")
         if end < source.size():
-            raise ValueError("another stream follows")
+            raise ValueError("it has several Arrow streams: write each to a file of its own")
 
 
 def _column_to_python(column: pa.Array) -> list[Any]:

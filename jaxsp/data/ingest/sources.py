@@ -52,7 +52,7 @@ class Records:
 
     @functools.cached_property
     def has_labels(self) -> bool:
-        """True if the records are token ids with labels, as the first one decides."""
+        """True if the records are token ids with labels: those of the first one count."""
         firsts = (
             record
             for _, record, problem in itertools.islice(self.locate(), _MAX_CHECKED_BAD)

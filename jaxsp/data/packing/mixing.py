@@ -32,7 +32,7 @@ class RowStream:
         self.fractions = np.array(fractions)
         self.block_rows = max(part.block_rows for part in parts)
         """Number of consecutive rows that belong together: see `PackedEpochs`."""
-        self._interleave = functools.lru_cache(maxsize=1)(
+        self._interleave = functools.lru_cache(maxsize=2)(
             lambda num_rows: _interleave_parts(self.fractions, num_rows, self.block_rows)
         )
 

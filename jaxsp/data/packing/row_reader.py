@@ -119,7 +119,7 @@ class StoredPredictions(NamedTuple):
     """A teacher's predictions after each token of all documents: see `run.predictions`."""
 
     values: CheckedIds
-    """int32, [tokens, width] as one dim."""
+    """int32[tokens * width], the values of a token beside each other."""
     width: int
     """Number of values of a token: see `core.batch.PREDICTIONS`."""
 
