@@ -256,7 +256,8 @@ def check_names(fields: dict[str, Any]) -> None:
     model_type = fields["model_type"]
     own = list_fields(model_type)
     config_class = transformers.CONFIG_MAPPING[model_type]
-    known = _KNOWN_FIELDS | own | {"torch_dtype", "num_labels"}
+    family = FAMILIES.get(model_type) or MULTIMODAL_FAMILIES[model_type]
+    known = {*_KNOWN_FIELDS, *own, *family.values, "torch_dtype", "num_labels"}
     known |= {*config_class.__dataclass_fields__, *config_class().to_dict()}
     known |= {*config_class.attribute_map, *config_class.attribute_map.values()}
     sizes = ", ".join(name for name in _EXAMPLES if name in own)
