@@ -145,7 +145,7 @@ class Evaluator:
         _ = self._compute_losses
         began = time.perf_counter()
         documents = DocumentSums(len(data.documents.lengths))
-        positions = PositionSums(data.documents.lengths)
+        positions = PositionSums(data.documents.lengths, row_tokens=self.spec.config.row_tokens)
         has_texts = not self.spec.objective.has_pairs
         has_long_ppl = has_texts and self._has_long_ppl
         takers = [documents.add, positions.add] if has_texts else [documents.add]

@@ -33,9 +33,11 @@ class PositionFields:
     loss_change_by_position: dict[str, float | None]
     """Loss in the bucket minus the loss in the one before it: mean over the documents that fill
     both and have loss tokens in both, each by the means of its tokens. It is negative if the model
-    makes use of its context."""
+    makes use of its context. Only buckets that a row holds: data.long_documents=split cuts longer
+    documents, and attention does not see across a cut."""
     loss_per_doubling: float | None
-    """Mean of loss_change_by_position, weighted by the number of documents. null without any."""
+    """Mean of loss_change_by_position, weighted by the number of documents. null without any, as
+    with rows of fewer than 256 tokens."""
 
 
 _NUM_BUCKETS = 19
@@ -55,12 +57,13 @@ class PositionSums:
     Dims: C cells, those of a document one after another; D documents.
     """
 
-    def __init__(self, lengths: np.ndarray):
+    def __init__(self, lengths: np.ndarray, *, row_tokens: int):
         """Args: lengths: number of tokens of each document."""
         num_reached_D = find_buckets(lengths - 1) + 1
         self._first_cell_D = np.cumsum(num_reached_D) - num_reached_D
         firsts_C = np.repeat(self._first_cell_D, num_reached_D)
         self._bucket_C = np.arange(num_reached_D.sum()) - firsts_C
+        self._is_in_row_C = self._bucket_C < find_buckets(np.array(row_tokens))
         self._is_filled_C = np.repeat(find_buckets(lengths), num_reached_D) > self._bucket_C
         self._losses_C = np.zeros(len(self._bucket_C))
         self._num_tokens_C = np.zeros(len(self._bucket_C), np.int64)
@@ -84,7 +87,7 @@ class PositionSums:
         with np.errstate(invalid="ignore"):  # NaN from infinite losses
             mean_C = self._losses_C / np.maximum(self._num_tokens_C, 1)
             change_C = np.diff(mean_C, prepend=0)
-        is_compared_C = is_filled_C & (self._bucket_C > 0)
+        is_compared_C = is_filled_C & self._is_in_row_C & (self._bucket_C > 0)
         is_compared_C[1:] &= has_tokens_C[:-1]
         change_sums = self._sum_buckets(change_C, is_compared_C)
         weights = self._sum_buckets(is_compared_C.astype(np.int64), is_compared_C)

@@ -14,6 +14,7 @@ from jaxsp.config import json_values
 from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.hf import families, rope
 from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES
 
@@ -139,6 +140,12 @@ _RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names
 _HARMLESS = ("max_window_layers", "use_cache")
 """Fields of some families that change nothing in the others, or at all."""
 
+_KNOWN_FIELDS = {*_RULES, *_SUPPORTED_VALUES, *_HARMLESS, *rope.FIELDS}.union(
+    ("layer_types", "linear_use_gate", "quantization_config"),
+    *(family.values for family in FAMILIES.values()),
+)
+"""Fields that jaxsp reads, ignores or refuses in some family."""
+
 
 @functools.cache
 def list_fields(model_type: str) -> frozenset[str]:
@@ -194,8 +201,7 @@ def find_field_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> lis
     family = FAMILIES.get(model_type) or MULTIMODAL_FAMILIES[model_type]
     own = list_fields(model_type)
     base = transformers.PreTrainedConfig.__dataclass_fields__.keys()
-    refused = {*_RULES, *rope.FIELDS, "linear_use_gate"}
-    refused.update(*(each.values for each in FAMILIES.values()))
+    refused = {*_KNOWN_FIELDS}
     if model_type in FAMILIES:  # others declare fields for images
         refused |= transformers.CONFIG_MAPPING[model_type].__dataclass_fields__.keys() - base
     architecture = families.find_architecture(model_type)
@@ -238,6 +244,32 @@ def find_field_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> lis
         if problem:
             problems.append(f".{name} = {format_value(value)}: {problem}")
     return problems
+
+
+def check_names(fields: dict[str, Any]) -> None:
+    """Checks the names in model.config, which a user writes. A model's file may have others.
+
+    Raises: UserError for those that neither transformers' class nor jaxsp has.
+    """
+    import transformers
+
+    model_type = fields["model_type"]
+    own = list_fields(model_type)
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    family = FAMILIES.get(model_type) or MULTIMODAL_FAMILIES[model_type]
+    known = {*_KNOWN_FIELDS, *own, *family.values, "torch_dtype", "num_labels"}
+    known |= {*config_class.__dataclass_fields__, *config_class().to_dict()}
+    known |= {*config_class.attribute_map, *config_class.attribute_map.values()}
+    sizes = ", ".join(name for name in _EXAMPLES if name in own)
+    other = f" Leave it out. Sizes are {sizes}." if sizes else " Leave it out."
+    problems = [
+        f".{name} = {format_value(value)}: is not a field of {model_type} that jaxsp reads."
+        f"{errors.did_you_mean(str(name), own - {*TOKEN_ID_FIELDS}) or other}"
+        for name, value in fields.items()
+        if name not in known
+    ]
+    if problems:
+        raise UserError(problems)
 
 
 def _find_value_problem(value: Any, supported: tuple[Any, ...], reason: str) -> str | None:

@@ -89,8 +89,12 @@ def resolve_fields(fields: dict[str, Any], model: ModelSourceConfig) -> dict[str
     Raises: UserError if the fields are invalid, or the changes do not fit them.
     """
     text = multimodal.read_text_fields(fields)
+    if model.source is None and text is not fields:
+        config_fields.check_names(fields)
     with contextlib.nullcontext() if text is fields else at(".text_config"):
         family = _find_family(text)
+        if model.source is None:
+            config_fields.check_names(text)
         if text is fields and model.rope is None and model.max_position_embeddings is None:
             return fields
         resolved = _parse_fields(text)[1].to_dict()

@@ -13,7 +13,7 @@ from tests import unsharded
 from tests.training import runs
 
 WEIGHTS = runs.draw_weights(runs.MODEL)
-MAX_TOKENS = 384
+MAX_TOKENS = 512
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tests.attention.strategies import make_strategy
 from tests.evaluation import plain
 from tests.training import runs
 
-ROW_TOKENS = 192
+ROW_TOKENS = 256
 RANDOM = np.random.default_rng(3)
 LENGTHS = [5, 192, 40, 300, 64, 17, 33, 150, 191, 2, 100, 128]
 """One document is longer than a row."""
@@ -130,7 +130,7 @@ def check_positions(line, tokens):
 
 def test_only_documents_with_loss_tokens_in_both_buckets_are_compared():
     """Documents 0 and 1 have loss tokens in one bucket each, and document 2 in both."""
-    sums = PositionSums(np.array([256, 256, 300]))
+    sums = PositionSums(np.array([256, 256, 300]), row_tokens=300)
     document_T = np.array([0, 1, 2, 2, 2])
     position_T = np.array([5, 200, 7, 130, 131])
     losses_T = np.array([1.0, 5.0, 3.0, 2.0, 1.0])
@@ -142,7 +142,7 @@ def test_only_documents_with_loss_tokens_in_both_buckets_are_compared():
 
 
 def test_losses_that_are_not_finite_are_undefined():
-    sums = PositionSums(np.array([256]))
+    sums = PositionSums(np.array([256]), row_tokens=256)
     position_T = np.array([5, 200])
     losses_T = np.array([1.0, np.nan])
     sums.add(TokenLosses(np.zeros(2, np.int64), position_T, losses_T, losses_T > 2))
@@ -157,7 +157,7 @@ def test_the_mean_change_is_weighted_by_documents():
     document_T = np.repeat(np.arange(3), lengths)
     position_T = np.concatenate([np.arange(length) for length in lengths])
     bucket_T = position_losses.find_buckets(position_T)
-    sums = PositionSums(lengths)
+    sums = PositionSums(lengths, row_tokens=512)
     losses_T = 8.0 - bucket_T**2
     sums.add(TokenLosses(document_T, position_T, losses_T, losses_T > 7))
     fields = sums.make_fields()
@@ -166,3 +166,24 @@ def test_the_mean_change_is_weighted_by_documents():
     assert fields.num_loss_tokens_by_position == {"0": 384, "128": 256, "256": 256}
     assert fields.loss_change_by_position == {"128": -1, "256": -3}
     assert fields.loss_per_doubling == pytest.approx((2 * -1 + 1 * -3) / 3)
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "changes"),
+    [
+        (255, {}),
+        (256, {"128": -1}),
+        (1023, {"128": -1, "256": -3}),
+        (1024, {"128": -1, "256": -3, "512": -5}),
+    ],
+)
+def test_only_buckets_that_a_row_holds_are_compared(row_tokens, changes):
+    """A document of 1024 tokens is cut in shorter rows, and its tokens do not see across a cut."""
+    position_T = np.arange(1024)
+    losses_T = 16.0 - position_losses.find_buckets(position_T) ** 2
+    sums = PositionSums(np.array([1024]), row_tokens=row_tokens)
+    sums.add(TokenLosses(np.zeros(1024, np.int64), position_T, losses_T, losses_T > 15))
+    fields = sums.make_fields()
+    assert fields.loss_by_position == {"0": 16, "128": 15, "256": 12, "512": 7}
+    assert fields.loss_change_by_position == changes
+    assert fields.loss_per_doubling == (sum(changes.values()) / len(changes) if changes else None)

@@ -42,6 +42,19 @@ def read(fields: dict[str, Any]) -> ModelConfig:
     return model_config.parse_model_config(resolve(fields))
 
 
+def test_unknown_fields_of_a_written_config_are_refused_beside_and_in_text_config():
+    fields = multimodal.QWEN3_5_27B
+    with pytest.raises(UserError, match=r"^\.n_images = 2: is not a field of qwen3_5 "):
+        resolve(fields | {"n_images": 2})
+    text = fields["text_config"] | {"n_layers": 2}
+    with pytest.raises(
+        UserError, match=r"^\.text_config\.n_layers = 2: is not a field of qwen3_5_text "
+    ):
+        resolve(fields | {"text_config": text})
+    source = ModelSourceConfig(source="file")  # which may have any
+    model_config.resolve_fields(fields | {"text_config": text}, source)
+
+
 def text_tensors(model: Any) -> dict[str, np.ndarray]:
     """Tensors of the text model, by their names in a text-only checkpoint."""
     named = {
