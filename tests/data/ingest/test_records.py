@@ -350,7 +350,7 @@ def test_a_file_of_several_arrow_streams_is_refused(tmp_path):
 
     first = stream(pa.table({"text": ["a", "b"]}))
     second = stream(pa.table({"text": ["c"]}))
-    for rest, noun in ((second, "another stream"), (second[:-4], "")):
+    for rest, noun in ((second, "several Arrow streams"), (second[:-4], "")):
         (tmp_path / "a.arrow").write_bytes(first + rest)
         with pytest.raises(UserError, match=rf"^a\.arrow: .*broken.*row 2 .*{noun}"):
             read("a.arrow")
