@@ -349,6 +349,7 @@ class Schema:
             example = inner.find(example)
         candidates = [
             self.coerce_value(name, value, own) if value is not None else None,
+            self.coerce_value(name, foreign_names.translate_value(name, value), own),
             errors.find_nearest(str(value), choices),
             example,
         ]

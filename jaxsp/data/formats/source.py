@@ -59,6 +59,8 @@ format, so that only _PAIR_HINTS may help."""
 _TRAJECTORY_HINTS = {
     "prompt_ids completion_ids": "Write both one after the other as input_ids, and a loss_mask: 0 "
     "for those of the prompt, 1 for others",
+    "old_log_probs": "Name them in the source: fields: {old_logps: old_log_probs}",
+    "old_per_token_logps": "Name them in the source: fields: {old_logps: old_per_token_logps}",
     "reward": "Compute advantages from the rewards",
     "rewards": "Compute advantages from the rewards",
 }
