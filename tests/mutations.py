@@ -41,7 +41,7 @@ def is_noticed(repo: pathlib.Path, test: str) -> bool:
         recorded = test_golden.read_recorded()[name]
         return not all(
             golden.max_difference(_list(recorded[key]), _list(numbers[key]))
-            <= test_golden.choose_tolerance()
+            <= test_golden.choose_tolerance(name)
             for key in recorded
         )
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", test]

@@ -17,8 +17,12 @@ TOLERANCE = 1e-6
 """Relative. On one machine the values are equal."""
 
 OTHER_PROCESSOR_TOLERANCE = 5e-4
-"""The same for processors with other instructions, which add in another order: 1.5e-4 for FP8 and
-2.5e-5 for the other cases between two EPYC processors."""
+ROUNDED_CASES = ("FP8", "replicas, muon")
+ROUNDED_TOLERANCE = 5e-3
+"""The same for processors with other instructions, which add in another order, and for cases that
+round to few bits, where a sum that differs in the last bit may be rounded to the next number. Seen
+between three processors: 1.9e-3 for the gradient norm of FP8, 7e-4 for Muon's, 2.5e-5 for others.
+"""
 
 NAMES = [name for name in cases.CASES if name not in cases.NEEDS_JAX]
 
@@ -27,10 +31,12 @@ def read_recorded() -> golden.Results:
     return json.loads(golden.VALUES.read_text(encoding="utf-8"))["cases"]
 
 
-def choose_tolerance() -> float:
+def choose_tolerance(name: str) -> float:
+    """Args: name: of the case."""
     processor = json.loads(golden.VALUES.read_text(encoding="utf-8"))["processor"]
-    is_same = golden.describe_processor() == processor
-    return TOLERANCE if is_same else OTHER_PROCESSOR_TOLERANCE
+    if golden.describe_processor() == processor:
+        return TOLERANCE
+    return ROUNDED_TOLERANCE if name in ROUNDED_CASES else OTHER_PROCESSOR_TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def test_numbers_are_those_that_were_recorded(name, numbers):
         if kind == "weights":
             assert list(after) == list(before)
             before, after = [*before.values()], [*after.values()]
-        assert golden.max_difference(before, after) <= choose_tolerance(), kind
+        assert golden.max_difference(before, after) <= choose_tolerance(name), kind
 
 
 def test_a_changed_number_is_a_difference():
