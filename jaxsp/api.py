@@ -25,18 +25,14 @@ from jaxsp.core import exit_codes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.core.units import GIB, format_count
-from jaxsp.data import in_memory
-from jaxsp.data.chat import chat_template
+from jaxsp.data import chat_template, dataset, in_memory, sources, tokenizers
+from jaxsp.data.cache import make_lists
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.formats.trajectories import Trajectories
-from jaxsp.data.ingest import sources
-from jaxsp.data.ingest.cache import make_lists
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import tokenizers
-from jaxsp.data.tokenization.encoding import TextEncoder
-from jaxsp.data.tokenization.tokenize import encode_examples
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.encoding import TextEncoder
+from jaxsp.data.row_reader import Documents
+from jaxsp.data.tokenize import encode_examples
+from jaxsp.data.trajectories import Trajectories
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling

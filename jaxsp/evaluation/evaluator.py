@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxsp.blocks import layers, rope
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.loader import StepCounts
-from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data import dataset
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.loader import StepCounts
+from jaxsp.data.row_reader import Documents
 from jaxsp.evaluation import long_ppl, token_losses
 from jaxsp.evaluation.long_ppl import LongPPL
 from jaxsp.evaluation.position_losses import PositionFields, PositionSums

@@ -12,7 +12,7 @@ from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
 from jaxsp.core import durations
 from jaxsp.core.units import format_count
-from jaxsp.data.packing import summary
+from jaxsp.data import summary
 from jaxsp.evaluation import retrieval
 from jaxsp.hf import context_range, folder, multimodal
 from jaxsp.objectives.distill import find_teacher

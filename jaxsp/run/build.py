@@ -12,7 +12,7 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import run_paths
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
-from jaxsp.data.tokenization import encoding
+from jaxsp.data import encoding
 from jaxsp.evaluation import evaluator, long_ppl
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import token_ids

@@ -11,15 +11,12 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector, at
 from jaxsp.core.units import format_count
-from jaxsp.data.chat import chat_template
-from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import sources
-from jaxsp.data.ingest.cache import DamagedCacheError
-from jaxsp.data.packing import dataset, row_reader, summary
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import tokenize
-from jaxsp.data.tokenization.tokenize import TokenizedSource
+from jaxsp.data import chat_template, dataset, row_reader, sources, summary, tokenize
+from jaxsp.data.cache import DamagedCacheError
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.row_reader import Documents
+from jaxsp.data.source import Source
+from jaxsp.data.tokenize import TokenizedSource
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.run import model_files
 from jaxsp.run.config_file import Config

@@ -12,7 +12,7 @@ from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
 from jaxsp.core import paths
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.packing import summary
+from jaxsp.data import summary
 from jaxsp.evaluation import retrieval
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator

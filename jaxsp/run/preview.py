@@ -13,9 +13,8 @@ import rich.text
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector, at
-from jaxsp.data.ingest import sources
-from jaxsp.data.tokenization import tokenize
-from jaxsp.data.tokenization.tokenize import Example
+from jaxsp.data import sources, tokenize
+from jaxsp.data.tokenize import Example
 from jaxsp.hf import folder
 from jaxsp.run import model_files
 from jaxsp.run.config_file import Config

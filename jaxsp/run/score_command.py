@@ -19,9 +19,8 @@ from jaxsp.core import files
 from jaxsp.core.batch import PREDICTIONS
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_bytes, format_count
-from jaxsp.data.ingest import cache
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data import cache, dataset
+from jaxsp.data.dataset import PackedDataset
 from jaxsp.evaluation import token_losses
 from jaxsp.hf import folder
 from jaxsp.objectives.distill import Distill
