@@ -22,10 +22,10 @@ import datetime
 from typing import Any
 
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import chat_template, spans, template_text
+from jaxsp.data import chat_template, spans
 from jaxsp.data.chat_template import TemplateRenderer
-from jaxsp.data.records import COMPLETION_FIELDS
-from jaxsp.data.template_text import ASSISTANT, Messages
+from jaxsp.data.source import COMPLETION_FIELDS
+from jaxsp.data.spans import ASSISTANT, Messages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,10 @@ def _render_conversation(
     messages: Messages, render: TemplateRenderer, options: ChatOptions
 ) -> RenderedRecord:
     text, marks = render(messages)
-    template_text.check_messages_present(messages, text)
+    spans.check_messages_present(messages, text)
     indices = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
-    loss_indices = [index for index in indices if template_text.has_loss(messages[index])]
-    bare = template_text.find_bare_answers(messages, loss_indices, text, render)
+    loss_indices = [index for index in indices if spans.has_loss(messages[index])]
+    bare = spans.find_bare_answers(messages, loss_indices, text, render)
     if not indices:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise UserError(
@@ -140,15 +140,15 @@ def _render_conversation(
         text += turn_end.complete(messages)
         loss_spans = [(start, turn_end.extend(text, end)) for start, end in loss_spans]
         for index, span in zip(loss_indices, loss_spans, strict=True):
-            template_text.check_span(
+            spans.check_span(
                 messages,
                 [index],
                 text,
                 span,
                 opening=opening,
-                suggestion=template_text.MARKS_SUGGESTION,
+                suggestion=spans.MARKS_SUGGESTION,
             )
-    template_text.check_bare_answers(bare, options.earlier_reasoning)
+    spans.check_bare_answers(bare, options.earlier_reasoning)
     return RenderedRecord(
         text=text,
         loss_spans=tuple(loss_spans),
@@ -169,7 +169,7 @@ def _render_completion(
     messages = prompt + completion
     turn_end = chat_template.find_turn_end(options.tokenizer, render.template)
     text = render(messages)[0] + turn_end.complete(messages)
-    template_text.check_messages_present(messages, text)
+    spans.check_messages_present(messages, text)
     first = len(prompt)
     suggestion = "leave the record out" if name else "use format: messages"
     if options.has_full_loss:
@@ -178,18 +178,18 @@ def _render_completion(
     indices = range(first, len(messages))
     answers = [index for index in indices if messages[index]["role"] == ASSISTANT]
     for index in answers:
-        if not template_text.has_loss(messages[index]):
+        if not spans.has_loss(messages[index]):
             raise UserError(
                 f"message {index - first + 1} has weight 0 (no loss), but the whole text is "
                 f"trained on: {suggestion}."
             )
-    bare = template_text.find_bare_answers(messages, answers, text, render)
-    template_text.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
+    bare = spans.find_bare_answers(messages, answers, text, render)
+    spans.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
     if options.has_full_loss:
         return RenderedRecord(text=text, name=name, num_bare_answers=len(bare))
     prompted, _ = render(prompt, prompt=True)
-    start = template_text.common_prefix_length(prompted, text)
-    prompt_length = template_text.common_prefix_length(render(prompt)[0], prompted)
+    start = spans.common_prefix_length(prompted, text)
+    prompt_length = spans.common_prefix_length(render(prompt)[0], prompted)
     use = "use" if name else "use data.train_on=all, or"
     if start < min(len(prompted), prompt_length):
         raise UserError(
@@ -197,13 +197,13 @@ def _render_completion(
             f"the completion cannot be located: {use} another template."
         )
     header = ""
-    has_content = bool(template_text.visible_content(completion[0]).strip())
-    if not has_content or template_text.list_tool_calls(completion[0]):
-        word = next(template_text.unused_words(text))
+    has_content = bool(spans.visible_content(completion[0]).strip())
+    if not has_content or spans.list_tool_calls(completion[0]):
+        word = next(spans.unused_words(text))
         spoken = {"role": completion[0]["role"], "content": word}
         header = render([*prompt, spoken])[0].partition(word)[0]
     marked = "format: messages and a data.chat_template with {% generation %} marks"
-    template_text.check_span(
+    spans.check_span(
         messages,
         indices,
         text,

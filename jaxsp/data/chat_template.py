@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import spans, template_text
+from jaxsp.data import spans
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.template_text import ASSISTANT, Messages, TextSpans
+from jaxsp.data.spans import ASSISTANT, Messages, TextSpans
 
 if TYPE_CHECKING:
     import transformers
@@ -170,7 +170,7 @@ class TemplateRenderer:
         self.template = text
         self.has_marks = with_marks and spans.has_generation_marks(text)
         if self._tools is not None:
-            messages = template_text.list_messages(record)
+            messages = spans.list_messages(record)
             if self(messages)[0] == self(messages, has_tools=False)[0]:
                 raise UserError(
                     "the chat template ignores tools. Remove the tools, or use a template that "
@@ -272,7 +272,7 @@ class TurnEnd:
         last = messages[-1]
         if not self.markers or last["role"] != ASSISTANT:
             return ""
-        next_role = "tool" if template_text.list_tool_calls(last) else "user"
+        next_role = "tool" if spans.list_tool_calls(last) else "user"
         return self.markers.get(next_role, self.markers["user"])
 
     def extend(self, text: str, end: int) -> int:
@@ -288,7 +288,7 @@ def find_turn_end(tokenizer: "transformers.PreTrainedTokenizerBase", template: s
     tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     special_token = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
     render = TemplateRenderer({}, tokenizer=tokenizer, template=template, with_marks=False)
-    words = template_text.unused_words(template)
+    words = spans.unused_words(template)
     contents = [next(words) for _ in range(3)]
     # text after the answer, by the role of the next message; "": none follows
     ends = {}
@@ -306,7 +306,7 @@ def find_turn_end(tokenizer: "transformers.PreTrainedTokenizerBase", template: s
     if at_end.strip():
         # some templates write one more token at the end of a conversation
         between = ends.get("user", "")
-        text = at_end[: template_text.common_prefix_length(at_end, between)]
+        text = at_end[: spans.common_prefix_length(at_end, between)]
         return TurnEnd(text=text if text.strip() else at_end, special_token=special_token)
     found = {role: special_token.match(end, len(at_end)) for role, end in ends.items()}
     markers = {role: match.group() for role, match in found.items() if match}

@@ -1,4 +1,6 @@
-"""Formats of conversations: messages, or a prompt with its completion.
+"""Formats of conversations: messages, a prompt with its completion, and records of two documents.
+
+Of a record with two documents, only the completions have a loss.
 
 Source: the formats of TRL (huggingface.co/docs/trl/dataset_formats) and the data sets of its
     trainers, version 1.16. Differs:
@@ -6,25 +8,46 @@ Source: the formats of TRL (huggingface.co/docs/trl/dataset_formats) and the dat
     the list as Python would. Arguments of a tool call given as a string of JSON (as OpenAI's API
     does) become an object, which transformers expects: most templates would encode the string as
     JSON once more.
+    KTOTrainer pairs completions with other prompts inside each batch, so that the pairs depend on
+    the batch size. Here a record takes the completion of the next one.
 """
 
-import contextlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from jaxsp.config.fields import with_examples
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import records
-from jaxsp.data.records import ASSISTANT, Record, drop_nulls, parse_if_string, type_name
 from jaxsp.data.source import (
+    ASSISTANT,
+    FIRST_REFERENCE,
+    IS_DESIRABLE,
+    PAIR_HINTS,
     REFUSED_MEDIA,
+    SECOND_REFERENCE,
     SHAREGPT_MESSAGE_CONFIG,
     SYSTEM_FIELDS,
+    Record,
+    RecordEntry,
     Source,
     SourceRecord,
+    drop_nulls,
+    join_texts,
+    list_fields,
+    parse_if_string,
     suggest_ignoring,
+    type_name,
 )
+
+_REFERENCE_FIELDS = {"ref_chosen_logps": FIRST_REFERENCE, "ref_rejected_logps": SECOND_REFERENCE}
+
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Labels as text, as csv has them."""
+
+_OWN_PAIRS = "jaxsp computes it, because it pairs completions with other prompts in its own way"
+
 
 _LOSS_FLAGS = {
     "weight": 1,  # OpenAI
@@ -72,7 +95,6 @@ class Chat(Source):
             "format: tokens"
         ),
     }
-    input_field: ClassVar[str | None] = "prompt"
     column = "record"
     is_chat = True
 
@@ -84,7 +106,7 @@ class Chat(Source):
         """Returns the columns of `values`."""
         return {}
 
-    def check(self, record: SourceRecord, *, has_labels: bool) -> Record:
+    def check(self, record: SourceRecord) -> Record:
         content = self.read_content(record)
         _add_system(content, record)
         values = self.read_values(record)
@@ -112,23 +134,12 @@ class Chat(Source):
             raise UserError(f"contains a value that JSON cannot represent ({error}).") from None
         return {self.column: text} | values
 
-    def find_roles(self, record: Any) -> set[str]:
-        messages: list[Any] = []
-        for field in ("messages", "prompt", *records.COMPLETION_FIELDS):
-            value = record.get(self.name_column(field)) if isinstance(record, dict) else None
-            with contextlib.suppress(UserError):  # text, or an error that `convert` reports
-                value = parse_if_string(value, field)
-            messages += value if isinstance(value, list) else [value]
-        role_name = self.name_column("role")
-        return {str(each.get(role_name)) for each in messages if isinstance(each, dict)}
-
 
 class Messages(Chat):
     """`messages`, each with `role` and `content`, and optionally `tools`."""
 
     format: Literal["messages"] = "messages"
     required = ("messages",)
-    input_field = None
     needs_template = True
 
     def read_content(self, record: SourceRecord) -> Record:
@@ -142,12 +153,171 @@ class PromptCompletion(Chat):
 
     format: Literal["prompt_completion"] = "prompt_completion"
     required = ("prompt", "completion")
-    stand_ins = ("instruction", "output")  # Alpaca
 
-    def adapt(self, record: Record) -> tuple[Record, Source]:
-        alpaca = {"prompt": ("instruction", "input"), "completion": "output"}
-        fields = {name: names for name, names in alpaca.items() if name not in record}
-        return record, self.model_copy(update={"fields": fields | self.fields})
+    def adapt(self, record: Record) -> Record:
+        """Returns a record of Alpaca's fields under this format's names."""
+        alpaca = {"prompt": ("instruction", "input"), "completion": ("output",)}
+        if record.keys() >= {"instruction", "output"}:
+            for field, names in alpaca.items():
+                if field not in record and field not in self.fields:
+                    others = {name: value for name, value in record.items() if name not in names}
+                    record = others | {field: join_texts(record, names)}
+        return record
+
+
+class Preference(Chat):
+    """`chosen` and `rejected`, and `prompt` unless both begin with it."""
+
+    format: Literal["preference"] = "preference"
+    required = ("chosen", "rejected")
+    optional = ("prompt", *_REFERENCE_FIELDS, *Chat.optional)
+    other_fields = ("prompt", *_REFERENCE_FIELDS, *SYSTEM_FIELDS)
+    refused: ClassVar[Mapping[str, str]] = {
+        "margin": "no objective reads a margin of each record. Remove it",
+        **Chat.refused,
+    }
+    hints = PAIR_HINTS
+    num_documents = 2
+    values: ClassVar[Mapping[str, Any]] = {FIRST_REFERENCE: math.nan, SECOND_REFERENCE: math.nan}
+    has_common_loss_start = True
+
+    def adapt(self, record: Record) -> Record:
+        """Returns a record of OpenAI's fields under this format's names."""
+        names = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
+        if not record.keys() >= names.keys():
+            return record
+        prompt = parse_if_string(record.get("input"), "input") or {}
+        if not isinstance(prompt, dict):
+            raise UserError(f"input is {type_name(prompt)}, not an object.")
+        others = {names.get(name, name): value for name, value in record.items() if name != "input"}
+        return others | {"prompt": prompt.get("messages"), "tools": prompt.get("tools")}
+
+    def read_content(self, record: SourceRecord) -> Record:
+        fields: tuple[str, ...] = self.required
+        suggestion = ""
+        # an empty prompt is a prompt
+        if record.name("prompt") in record.values:
+            fields = ("prompt", *fields)
+            ignoring = suggest_ignoring("prompt")
+            suggestion = f". If chosen and rejected begin with the prompt, set {ignoring}"
+        content = read_contents(record, fields, suggestion=suggestion)
+        chosen = content["chosen"]
+        rejected = content["rejected"]
+        if chosen == rejected:
+            raise UserError("chosen and rejected are identical. Leave the record out.")
+        prompt = content.get("prompt")
+        if prompt is None:
+            return _extract_prompt(chosen, rejected)
+        has_messages = isinstance(prompt, list)
+        if has_messages and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+            raise UserError(f"the prompt would be there twice{suggestion}.")
+        return content
+
+    def read_values(self, record: SourceRecord) -> Record:
+        """Returns the log-probabilities of the reference model; NaN if there are none."""
+        given = [field for field in _REFERENCE_FIELDS if record.find(field) is not None]
+        if len(given) == 1:
+            (missing,) = _REFERENCE_FIELDS.keys() - given
+            raise UserError(
+                f"has {record.name(given[0])}, and no {record.name(missing)}. Give both, or set "
+                f"{suggest_ignoring(given[0])}."
+            )
+        references = {**self.values}
+        for field in given:
+            value = record.find(field)
+            try:
+                number = math.nan if isinstance(value, bool) else float(value)
+            except (TypeError, ValueError):
+                number = math.nan
+            if not math.isfinite(number):
+                raise UserError(f"{record.name(field)} is {_show(value)}, not a finite number.")
+            references[_REFERENCE_FIELDS[field]] = number
+        return references
+
+
+def _extract_prompt(chosen: Any, rejected: Any) -> Record:
+    """Takes the beginning that two texts, or two conversations, have in common as their prompt.
+
+    Each completion keeps at least one character or message. A space at the end of a text prompt
+    becomes the first character of the completions, because most tokens of words begin with one.
+
+    Source: `extract_prompt` of TRL.
+    """
+    shorter = min(len(chosen), len(rejected))
+    if not shorter:
+        raise UserError("chosen or rejected is empty, and without prompt both must begin with it.")
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    length = next((index for index, (left, right) in pairs if left != right), None)
+    if length is None:
+        length = shorter - 1
+    elif chosen[length - 1 : length] == " ":
+        length -= 1
+    if not length and isinstance(chosen, list):
+        raise UserError(
+            "chosen and rejected have no message in common before their last one, to be the "
+            "prompt. Give it as prompt."
+        )
+    return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
+
+
+class Unpaired(Chat):
+    """`prompt`, `completion` and `label` (true: a desirable completion)."""
+
+    format: Literal["unpaired"] = "unpaired"
+    required = ("prompt", "completion", "label")
+    refused: ClassVar[Mapping[str, str]] = {
+        "ref_logps": _OWN_PAIRS,  # of TRL's data sets for KTO
+        "ref_KL_logps": _OWN_PAIRS,
+        **Chat.refused,
+    }
+    hints = PAIR_HINTS
+    num_documents = 2
+    values: ClassVar[Mapping[str, Any]] = {IS_DESIRABLE: False}
+
+    def read_values(self, record: SourceRecord) -> Record:
+        value = record.get("label")
+        is_desirable = _LABELS.get(str(value).strip().lower())
+        if is_desirable is None:
+            raise UserError(
+                f"{record.name('label')} is {_show(value)}: it must be true (a desirable "
+                "completion) or false."
+            )
+        return {IS_DESIRABLE: is_desirable}
+
+    def connect(self, entries: Iterator[RecordEntry]) -> Iterator[RecordEntry]:
+        """Adds to each usable record the completion of the next one, and to the last that of the
+        first: KTO estimates its reference point from prompts with completions of other prompts."""
+        entries, later = itertools.tee(entries)
+        usable = (entry for entry in later if entry["problem"] is None)
+        first = next(usable, {})
+        following = itertools.chain(usable, [first])
+        for entry in entries:
+            if entry["problem"] is None:
+                next_entry = next(following)
+                if next_entry is entry:
+                    raise UserError(
+                        f"only one record can be used, {entry['place']}: KTO pairs the prompt of a "
+                        "record with the completion of another. Give at least two."
+                    )
+                _add_mismatched(entry, next_entry)
+            yield entry
+
+
+def _show(value: Any) -> str:
+    """Returns a short value itself, or its type."""
+    is_short = isinstance(value, bool | int | float | str) and len(repr(value)) <= 20
+    return repr(value) if is_short else type_name(value)
+
+
+def _add_mismatched(entry: RecordEntry, next_entry: RecordEntry) -> None:
+    record = json.loads(entry["record"])
+    completion = json.loads(next_entry["record"])["completion"]
+    if type(record["prompt"]) is not type(completion):
+        raise UserError(
+            f"{entry['place']}, {next_entry['place']}: one record is text, the other messages, and "
+            "KTO pairs the prompt of a record with the completion of another. Make two sources."
+        )
+    entry["record"] = json.dumps(record | {"mismatched_completion": completion}, ensure_ascii=False)
 
 
 def read_contents(record: SourceRecord, fields: Sequence[str], *, suggestion: str = "") -> Record:
@@ -219,7 +389,7 @@ def _check_conversation(value: Any, name: str, record: SourceRecord) -> list[Rec
 
 def _check_message(message: SourceRecord) -> Record:
     role_name, content_name = map(message.name, message.source.message_fields)
-    fields = records.list_fields(message.values)
+    fields = list_fields(message.values)
     if role_name not in message.values:
         hint = ""
         if {"from", "value"} <= message.values.keys():
@@ -229,7 +399,7 @@ def _check_message(message: SourceRecord) -> Record:
     if not isinstance(role, str) or not role:
         shown = "''" if isinstance(role, str) else type_name(role)
         raise UserError(f"{role_name} is {shown}, not the name of a role.")
-    checked: Record = {"role": message.source.role_names.get(role, role)}
+    checked: Record = {"role": getattr(message.source, "roles", {}).get(role, role)}
     calls = message.values.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise UserError(f"tool_calls is {type_name(calls)}, not a list of objects.")

@@ -16,11 +16,9 @@ from jaxsp.config.fields import (
     for_training,
     with_examples,
 )
-from jaxsp.data.chats import Messages, PromptCompletion
-from jaxsp.data.pairs import Preference, Unpaired
-from jaxsp.data.plain import Text, Tokens
+from jaxsp.data.chats import Messages, Preference, PromptCompletion, Unpaired
+from jaxsp.data.plain import Text, Tokens, Trajectories
 from jaxsp.data.source import Source
-from jaxsp.data.trajectories import Trajectories
 
 FORMATS = (Text, Messages, PromptCompletion, Preference, Unpaired, Tokens, Trajectories)
 

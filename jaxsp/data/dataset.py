@@ -1,22 +1,21 @@
-"""A data set: documents, and the stream of rows that they are packed into."""
+"""A data set: documents, the stream of rows that they are packed into, and text about both."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import cache
+from jaxsp.core.units import format_count
+from jaxsp.data import store
 from jaxsp.data.data_config import DataConfig
+from jaxsp.data.documents import Documents, SourceCounts
 from jaxsp.data.loader import BatchLoader, RowPlacement
-from jaxsp.data.mixing import RowSchedule, RowStream
-from jaxsp.data.packing import PackedEpochs
-from jaxsp.data.row_reader import Documents, SourceCounts
+from jaxsp.data.packing import PackedEpochs, RowSchedule, RowStream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +33,6 @@ class PackedDataset:
     def num_split_pairs(self) -> int:
         """Number of pairs that do not fit into one row."""
         return sum(part.num_split_pairs for part in self.stream.parts)
-
-    @property
-    def digested_sources(self) -> list[tuple[SourceCounts, str]]:
-        return list(zip(self.documents.sources, self.digests, strict=True))
 
     def make_schedule(
         self,
@@ -83,7 +78,7 @@ class PackedDataset:
     def fingerprint(self, config: DataConfig, *, seed: int) -> dict[str, Any]:
         """Everything that decides the content and the order of the rows, as JSON values."""
         # without long documents the rows are the same for every value
-        has_long_documents = any(map(SourceCounts.has_long_documents, self.documents.sources))
+        has_long_documents = any(source.num_long for source in self.documents.sources)
         return {
             "run.seed": seed,
             "data.eval_fraction": config.eval_fraction,
@@ -98,7 +93,7 @@ class PackedDataset:
                     "tokens": source.num_tokens,
                     "digest": digest,
                 }
-                for source, digest in self.digested_sources
+                for source, digest in zip(self.documents.sources, self.digests, strict=True)
             ],
         }
 
@@ -203,19 +198,143 @@ def pack_arrays(
         labels: label of each token, not shifted: a token without a loss has -100. Every document
             must have a label after its first token.
     """
-    import datasets
-
-    table = pa.table(
-        {
-            "tokens": cache.make_lists([array.astype(np.int32) for array in documents]),
-            "labels": cache.make_lists([array.astype(np.int32) for array in labels]),
-            "place": pa.array([f"{name}[{number}]" for number in range(len(documents))]),
-        }
-    )
+    places = [f"{name}[{number}]" for number in range(len(documents))]
+    columns = {"tokens": documents, "labels": labels, "place": places}
     with at(name):
-        rows = Documents([datasets.Dataset(table)], source_names=[name])
+        rows = Documents([store.from_columns(columns)], source_names=[name])
     assert len(rows.lengths) == len(documents), "a document has no label"
     assert rows.lengths.max() <= row_tokens, "a document is longer than a row"
     return pack_documents(
         name, rows, row_tokens=row_tokens, max_segments=max_segments, seed=seed, digests=[""]
     )
+
+
+def describe_data(
+    data: PackedDataset, config: DataConfig, schedule: RowSchedule
+) -> list[tuple[str, str]]:
+    """Returns lines of the banner about a data set, each with its label. Documents, segments,
+    tokens and rows; exclusions; suggestions for packing; and the sources."""
+    sources = data.documents.sources
+    segments = data.documents.segments
+    num_tokens = int(segments.length.sum())
+    num_rows = sum(part.count_rows(1) for part in data.stream.parts)
+    percent = 100 * num_tokens / (num_rows * data.stream.row_tokens)
+    rows = (
+        f"{format_count(len(data.documents.lengths), 'document')} in "
+        f"{format_count(len(segments.length), 'segment')}, "
+        f"{format_count(num_tokens, 'token')}, {data.documents.num_loss_tokens:,} with a loss; "
+        f"packed into {format_count(num_rows, 'row')}, {percent:.2f} % full"
+    )
+    lines = [("data", rows)]
+    if exclusions := describe_exclusions(data.documents):
+        lines.append(("", exclusions))
+    skipped = [source.first_skipped for source in sources if source.num_skipped]
+    lines += [("skipped", example) for example in skipped]
+    lines += [("note", note) for note in describe_bare_answers(sources, config)]
+    for part in data.stream.parts:
+        if suggestion := _suggest_packing(part):
+            lines.append(("note", suggestion))
+    if len(sources) > 1:
+        lines += [("source", text) for text in _describe_sources(data, schedule)]
+    return lines
+
+
+def describe_epochs(data: PackedDataset, schedule: RowSchedule, epochs: float | None) -> str:
+    """Describes the number and the size of a run's epochs; empty if sources are mixed by weight.
+    Args: epochs: run.epochs.
+    Examples: `2 epochs of 5 steps`, `2 epochs of 12 rows (steps continue across epochs)`."""
+    if data.source_weights is not None:
+        return ""
+    epoch = data.make_schedule(schedule.rows_per_step, epochs=1)
+    num_epochs = schedule.rows_consumed(len(schedule)) / epoch.num_rows
+    text = f"{num_epochs:.3g} epochs"
+    if epochs is not None:
+        text = format_count(epochs, "epoch")
+    if num_epochs <= 1 or epoch.num_rows % epoch.rows_per_step == 0:
+        return f"{text} of {format_count(len(epoch), 'step')}"
+    return f"{text} of {format_count(epoch.num_rows, 'row')} (steps continue across epochs)"
+
+
+def describe_exclusions(documents: Documents) -> str:
+    """Lists what is held out, split, truncated or left out; empty if nothing is."""
+    cut = {"truncate": "truncated", "drop": "dropped"}.get(documents.long_documents, "split")
+    parts = []
+    for field, noun, text in (
+        ("num_held_out", "document", "held out for evaluation"),
+        ("num_long", "document", f"longer than a row: {cut}"),
+        ("num_tokens_cut", "token", f"of them {cut}"),
+        ("num_without_loss", "document", "without a loss token left out"),
+        ("num_tokens_without_loss", "token", "in documents and segments without a loss left out"),
+        ("num_skipped", "bad record", "skipped"),
+        ("num_empty", "empty document", "left out"),
+    ):
+        if total := sum(getattr(source, field) for source in documents.sources):
+            parts.append(f"{format_count(total, noun)} {text}")
+    return "; ".join(parts)
+
+
+def describe_bare_answers(sources: Sequence[SourceCounts], data: DataConfig) -> list[str]:
+    """Returns a line for each source with answers whose thinking the chat template dropped."""
+    use = "the model learns to answer without thinking"
+    if data.earlier_reasoning == "no_loss":
+        use = "they have no loss"
+    return [
+        f"{source.name}: the chat template drops the thinking of "
+        f"{format_count(source.num_bare_answers, 'earlier answer')}: {use} "
+        f"(data.earlier_reasoning={data.earlier_reasoning})"
+        for source in sources
+        if source.num_bare_answers
+    ]
+
+
+def _describe_sources(data: PackedDataset, schedule: RowSchedule) -> Iterator[str]:
+    """A line about each source; with its part of the run if sources are mixed by weight. That is an
+    estimate: exact numbers need plans of all rows, a second per epoch for a million documents."""
+    sources = data.documents.sources
+    end = schedule.rows_consumed(len(schedule))
+    tokens = [
+        float(end * fraction * part.num_tokens / part.count_rows(1))
+        for part, fraction in zip(data.stream.parts, data.stream.fractions, strict=True)
+    ]
+    for number, source in enumerate(sources):
+        text = (
+            f"{source.name}: {format_count(source.num_documents, 'document')}, "
+            f"{format_count(source.num_tokens, 'token')}"
+        )
+        if data.source_weights is not None:
+            epochs = tokens[number] / source.num_tokens
+            use = f"{100 * epochs:.1f} % of it is used"
+            if epochs > 1:
+                use = f"repeated {epochs:.{2 if epochs < 2 else 1}f} times"
+            text += (
+                f"; weight {100 * data.source_weights[number]:.4g} %, about "
+                f"{100 * tokens[number] / sum(tokens):.1f} % of this run, {use}"
+            )
+        yield text
+
+
+def _suggest_packing(part: PackedEpochs) -> str | None:
+    """Suggests a higher limit on segments if it is the reason for empty space in the rows."""
+    plan = part.plan_epoch(0)
+    num_tokens = np.bincount(plan.row_of_segment, plan.length, minlength=len(plan))
+    num_empty = part.row_tokens - num_tokens
+    is_limited = np.diff(plan.row_starts) >= part.max_segments
+    is_limited &= num_empty >= plan.length.min()
+    fraction = num_tokens.mean() / part.row_tokens
+    if len(plan) < 2 or fraction >= 0.99 or num_empty[is_limited].sum() <= num_empty.sum() / 2:
+        return None
+    # some rows need more than the mean: lengths differ, and each epoch has another plan
+    needed = 1.25 * part.max_segments * part.row_tokens / num_tokens[is_limited].mean()
+    return (
+        f"rows of {part.row_tokens:,} tokens are {100 * fraction:.0f} % full, because they have at "
+        f"most {format_count(part.max_segments, 'segment')}: "
+        f"data.max_segments_per_row={math.ceil(needed / 16) * 16} would fill them"
+    )
+
+
+def describe_documents(data: PackedDataset) -> str:
+    """Describes the size of a data set, and what is left out of it."""
+    num_tokens = format_count(int(data.documents.segments.length.sum()), "token")
+    text = f"{format_count(len(data.documents.lengths), 'document')}, {num_tokens}"
+    exclusions = describe_exclusions(data.documents)
+    return f"{text}; {exclusions}" if exclusions else text

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,8 +28,6 @@ _CHUNK_BYTES = 2**20
 _MAX_CELL_CHARS = 2**30
 """Limit of a csv cell: a quote without its end makes one cell of the rest of the file."""
 
-_SPACES = re.compile(r"[ \t\r\n]*")
-
 LocatedRecord = tuple[str, Any, str | None]
 """Place of a record, such as `row 3`, the record, and the problem if it cannot be read. The place
 is empty if the record is the whole file."""
@@ -39,46 +36,46 @@ _BATCH_BYTES = 2**24
 """Bytes of rows that are converted to Python objects together."""
 
 Select = Callable[[list[str]], list[str]]
-"""Returns the columns to read from a table with these columns; none if a required one is
-missing."""
-
-
-def rows_per_batch(num_rows: int, num_bytes: int) -> int:
-    """Number of rows with about `_BATCH_BYTES`; at least 1, at most 1000."""
-    rows = _BATCH_BYTES * num_rows // max(num_bytes, 1)
-    return min(max(rows, 1), 1000)
+"""Returns the columns to read from a table with these columns."""
 
 
 def _read_text(file: str, select: Select) -> Iterator[LocatedRecord]:
-    with _open_decompressed(file) as stream:
-        document = stream.read()
-    try:
-        yield "", {"text": document.decode("utf-8-sig")}, None
-    except UnicodeDecodeError as error:
-        yield "", None, f"is not UTF-8 text ({error})."
+    with _open_text(file) as stream:
+        yield "", {"text": stream.read()}, None
 
 
 def _read_json(file: str, select: Select) -> Iterator[LocatedRecord]:
     is_array = False
-    if split_suffix(file)[0] == ".json":  # in .jsonl, a line with an array is one bad record
-        with _open_decompressed(file) as stream:
-            blocks = iter(lambda: stream.read(4096), b"")
-            first_bytes = (block.strip(b"\xef\xbb\xbf \t\r\n")[:1] for block in blocks)
-            is_array = next(filter(None, first_bytes), b"") == b"["
-    with _open_decompressed(file) as stream:
+    with _open_text(file) as stream:
+        if split_suffix(file)[0] == ".json":  # in .jsonl, a line with an array is one bad record
+            blocks = iter(lambda: stream.read(4096), "")
+            is_array = next(filter(None, (block.lstrip()[:1] for block in blocks)), "") == "["
+    with _open_text(file) as stream:
         if is_array:
-            text = stream.read().decode("utf-8-sig", errors="surrogateescape")
-            yield from _read_array(text)
-        else:
-            yield from _read_lines(stream)
+            for number, record in enumerate(_DECODER.decode(stream.read()), 1):
+                yield f"record {number}", record, None
+            return
+        for number, line in enumerate(stream, 1):
+            record = problem = None
+            if not line.strip():
+                continue
+            try:
+                record = _DECODER.decode(line.strip())
+            except UserError as error:
+                problem = str(error)
+            except (ValueError, RecursionError) as error:
+                problem = (
+                    f"is not JSON ({error}); each line must be one record, or a .json file one "
+                    "array of records."
+                )
+            yield f"line {number}", record, problem
 
 
 def _read_csv(file: str, select: Select) -> Iterator[LocatedRecord]:
     csv.field_size_limit(_MAX_CELL_CHARS)  # applies to this process; Python's default is 131,072
-    with _open_decompressed(file) as stream:
-        lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    with _open_text(file) as stream:
         delimiter = "\t" if split_suffix(file)[0] == ".tsv" else ","
-        table = csv.reader(lines, delimiter=delimiter, strict=True)
+        table = csv.reader(stream, delimiter=delimiter, strict=True)
         names = next(table, [])
         if not names:
             raise UserError("its first line is empty. It must name the columns.")
@@ -89,17 +86,19 @@ def _read_csv(file: str, select: Select) -> Iterator[LocatedRecord]:
             place = f"line {line}"
             line = table.line_num + 1
             if len(cells) == len(names):
-                record = dict(zip(names, cells, strict=True))
-                yield place, record, _utf8_problem("".join(cells))
+                yield place, dict(zip(names, cells, strict=True)), None
             elif cells:
                 problem = f"has {len(cells)} cells, but the first line names {len(names)} columns."
                 yield place, None, problem
 
 
-def _open_decompressed(file: str) -> io.BufferedReader:
+def _open_text(file: str) -> io.TextIOWrapper:
+    """Opens a file, which may be compressed. A byte that is not UTF-8 becomes a surrogate, which no
+    format accepts."""
     # unlike zlib, pyarrow reports a truncated stream
     stream = pa.input_stream(file, compression=split_suffix(file)[1], buffer_size=0)
-    return io.BufferedReader(stream, _CHUNK_BYTES)
+    buffered = io.BufferedReader(stream, _CHUNK_BYTES)
+    return io.TextIOWrapper(buffered, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[LocatedRecord]:
@@ -126,70 +125,6 @@ def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[Loca
             ) from None
 
 
-def _read_lines(stream: io.BufferedReader) -> Iterator[LocatedRecord]:
-    for number, line in enumerate(stream, 1):
-        record = None
-        problem = None
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            if not text:
-                continue
-            record = _DECODER.decode(text)
-        except UnicodeDecodeError as error:
-            problem = f"is not UTF-8 text ({error})."
-        except UserError as error:
-            problem = str(error)
-        except (ValueError, RecursionError) as error:
-            problem = (
-                f"is not JSON ({error}); each line must be one record, or a .json file one array "
-                "of records."
-            )
-        yield f"line {number}", record, problem
-
-
-def _read_array(text: str) -> Iterator[LocatedRecord]:
-    """Yields the elements of an array. Raises: ValueError if the text is not one complete array.
-    Args: text: with surrogates in place of bytes that are not UTF-8."""
-    number = 0
-    separator = "["
-    place = _skip_spaces(text, text.index("[") + 1)
-    while separator != "]":
-        if number or not text.startswith("]", place):
-            if place == len(text):
-                raise ValueError("the array has no end")
-            number += 1
-            problem = None
-            try:
-                record, end = _DECODER.raw_decode(text, place)
-            except UserError as error:
-                problem = str(error)
-                record, end = json.JSONDecoder().raw_decode(text, place)
-            yield f"record {number}", record, problem or _utf8_problem(text[place:end])
-            place = _skip_spaces(text, end)
-        separator = text[place : place + 1]
-        if separator not in (",", "]"):
-            found = f"expected , or ], not {separator}" if separator else "the array has no end"
-            raise ValueError(found)
-        place = _skip_spaces(text, place + 1)
-    if place < len(text):
-        raise ValueError(f"expected nothing after the array, not {text[place]}")
-
-
-def _skip_spaces(text: str, place: int) -> int:
-    match = _SPACES.match(text, place)
-    assert match is not None, "an empty string matches too"
-    return match.end()
-
-
-def _utf8_problem(text: str) -> str | None:
-    """Returns the problem of text with surrogates in place of bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "is not UTF-8 text."
-    return None
-
-
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises: UserError for a name that occurs twice; json keeps the last."""
     result = dict(pairs)
@@ -205,8 +140,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_make_object)
 def read_batches(
     batches: Iterable[pa.RecordBatch], names: list[str], select: Select
 ) -> Iterator[LocatedRecord]:
-    """Yields the rows of Arrow tables as records with the selected columns. If a required column is
-    missing, each record has the table's column names, with empty values."""
+    """Yields the rows of Arrow tables as records with the selected columns."""
     selected = select(names)
     for name in selected:
         if names.count(name) > 1:
@@ -216,16 +150,19 @@ def read_batches(
         batch.validate()
         batch = batch.select(selected)
         batch.validate(full=True)  # a damaged offset would be read from outside of its memory
-        num_rows = rows_per_batch(batch.num_rows, batch.nbytes)
+        num_rows = _rows_per_batch(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, num_rows):
             part = batch.slice(start, num_rows)
-            rows = [dict.fromkeys(names, "")] * len(part)
-            if selected:
-                columns = zip(*map(_column_to_python, part.columns), strict=True)
-                rows = [dict(zip(selected, row, strict=True)) for row in columns]
-            for row in rows:
+            columns = map(_column_to_python, part.columns)
+            for row in zip(*columns, strict=True) if selected else [()] * len(part):
                 number += 1
-                yield f"row {number}", row, None
+                yield f"row {number}", dict(zip(selected, row, strict=True)), None
+
+
+def _rows_per_batch(num_rows: int, num_bytes: int) -> int:
+    """Number of rows with about `_BATCH_BYTES`; at least 1, at most 1000."""
+    rows = _BATCH_BYTES * num_rows // max(num_bytes, 1)
+    return min(max(rows, 1), 1000)
 
 
 def _read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
@@ -236,9 +173,8 @@ def _read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
         groups = [table.metadata.row_group(index) for index in range(table.num_row_groups)]
         num_bytes = sum(group.total_byte_size for group in groups)
         batches = table.iter_batches(
-            # without the required columns, rows are only counted
             columns=select(names) or names[:1],
-            batch_size=rows_per_batch(table.metadata.num_rows, num_bytes),
+            batch_size=_rows_per_batch(table.metadata.num_rows, num_bytes),
         )
         yield from read_batches(batches, names, select)
 
@@ -257,10 +193,8 @@ def _read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
         end = source.tell()
         # without this mark, a stream cut between two batches would look like a shorter stream
         source.seek(max(source.size() - 8, 0))
-        if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
-            raise ValueError("the stream has no end")
-        if end < source.size():
-            raise ValueError("it has several Arrow streams: write each to a file of its own")
+        if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0" or end < source.size():
+            raise ValueError("it is not one whole Arrow stream")
 
 
 def _column_to_python(column: pa.Array) -> list[Any]:
@@ -349,14 +283,13 @@ def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator
     """Yields every record of a file in order; those that cannot be read have a problem instead.
     Args: name: the file's name in places and errors, if it has another one.
     Raises: UserError naming the file, and the last record before the damage."""
-    return locate_records(name or file, _read_file(file, select))
 
+    def read() -> Iterator[LocatedRecord]:
+        size = os.path.getsize(file)
+        if split_suffix(file)[1] and not size:
+            raise UserError("is empty, but a compressed file has a header. Copy it again.")
+        if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
+            raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
+        yield from detect_file_type(file)[1](file, select)
 
-def _read_file(file: str, select: Select) -> Iterator[LocatedRecord]:
-    size = os.path.getsize(file)
-    if split_suffix(file)[1] and not size:
-        raise UserError("is empty, but a compressed file has a header. Copy or create it again.")
-    if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
-        raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
-    _, read = detect_file_type(file)
-    yield from read(file, select)
+    return locate_records(name or file, read())

@@ -14,10 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxsp.core import batch
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, step_row_index
 from jaxsp.core.layout import Layout
-from jaxsp.data import row_reader
-from jaxsp.data.mixing import RowSchedule, RowStream
-from jaxsp.data.packing import PackedRows
-from jaxsp.data.row_reader import Documents
+from jaxsp.data.documents import Documents, make_slots
+from jaxsp.data.packing import PackedRows, RowSchedule, RowStream
 from jaxsp.system import device_mesh
 
 BlockSpan = tuple[tuple[int, int], ...]
@@ -172,7 +170,7 @@ class BatchLoader:
 
         def read_slots(place: int, begin: int, end: int) -> dict[str, Any]:
             row_numbers = numbers[slice(*rows.row_starts[place : place + 2])]
-            return row_reader.make_slots(rows.row(place), self._max_segments, row_numbers)
+            return make_slots(rows.row(place), self._max_segments, row_numbers)
 
         first_row, num_rows = self._schedule.step_rows(step)
         tokens_per_source = np.bincount(

@@ -6,11 +6,11 @@ training.
 """
 
 import abc
-import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sized
+import re
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Annotated, Any, ClassVar
 
 import pydantic
@@ -18,8 +18,101 @@ import pydantic
 from jaxsp.config.fields import HERE, ConfigSection, PositiveFloat, with_examples
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.data import records
-from jaxsp.data.records import ASSISTANT, Record, RecordEntry, parse_if_string
+
+Record = dict[str, Any]
+
+RecordEntry = dict[str, Any]
+"""Record of a source: its place, its problem or None, and its content."""
+
+ASSISTANT = "assistant"
+
+COMPLETION_FIELDS = ("completion", "mismatched_completion", "chosen", "rejected")
+"""Fields of a stored record with a completion of its prompt, each of which is a document."""
+
+FIRST_TOKENS = "first_tokens"
+"""Column of records of two documents: number of tokens of the first."""
+
+BARE_ANSWERS = "bare_answers"
+"""Column of chats: RenderedRecord.num_bare_answers of all documents of a record."""
+
+FIRST_REFERENCE = "first_reference"
+SECOND_REFERENCE = "second_reference"
+"""Columns of preferences: log-probability of each document under the reference model, float64; NaN
+if the record has none."""
+
+IS_DESIRABLE = "is_desirable"
+"""Column of unpaired records: True if the first document's completion is a good one."""
+
+TOKEN_NUMBERS = ("advantages", "old_logps", "ref_logps")
+"""Arrays of trajectories: a number for each token, float32. Those of a record without `ref_logps`
+are NaN."""
+
+_JSON_TYPE_NAMES = {
+    "str": "a string",
+    "dict": "an object",
+    "list": "a list",
+    "ndarray": "a list of numbers",
+    "NoneType": "null",
+    "bool": "true or false",
+    "int": "a number",
+    "float": "a number",
+}
+
+_METADATA = frozenset(
+    "annotator author authors categories category class config created dataset date difficulty "
+    "domain dump file filename hash id ids index info lang language languages level license link "
+    "meta metadata model name origin path rank rating ratings repo score scores source sources "
+    "split subject subset tag tags time timestamp topic type updated uri url urls version".split()
+)
+"""Last words of names of fields with metadata, such as `prompt_id`."""
+
+_CONTENT = frozenset(
+    "answer chosen completion content context input instruction output prompt query question "
+    "rejected response value".split()
+)
+"""Names of fields whose content is text even if it is a number or one word."""
+
+
+def parse_if_string(value: Any, name: str) -> Any:
+    """Parses a value that is a string of JSON, as csv and parquet hold lists and objects."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is a string that is not JSON ({error}).") from None
+
+
+def drop_nulls(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def type_name(value: Any) -> str:
+    return _JSON_TYPE_NAMES.get(type(value).__name__, f"a {type(value).__name__}")
+
+
+def list_fields(record: Record) -> str:
+    return ", ".join(sorted(map(str, record))) or "nothing"
+
+
+def _is_metadata(name: str) -> bool:
+    words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name)
+    return bool(words) and words[-1].lower() in _METADATA
+
+
+def _holds_text(name: str, value: Any) -> bool:
+    """Returns True for text, also in lists and objects; one ASCII word of other fields is none."""
+    if isinstance(value, dict):
+        return any(_holds_text(field, item) for field, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(_holds_text(name, item) for item in value)
+    if not isinstance(value, str) or not any(map(str.isalnum, value)):
+        return False
+    has_words = len(value.split(None, 1)) > 1 or not value.isascii()
+    return name in _CONTENT or (has_words and any(map(str.isalpha, value)))
+
 
 _TEXT_ONLY = "jaxsp trains on text only. Leave the record out"
 
@@ -34,13 +127,13 @@ SHAREGPT_MESSAGE_CONFIG = (
 
 _SHAREGPT_CONFIG = SHAREGPT_MESSAGE_CONFIG.replace("{role", "{messages: conversations, role", 1)
 
-_PAIR_HINTS = {
+PAIR_HINTS = {
     "chosen rejected": "Try format: preference, with objective.type=dpo",
     "prompt completion label": "Try format: unpaired, with objective.type=kto",
     "messages rejected_response": "Write its last message as chosen, those before it as prompt, "
     "and rejected_response as rejected",
 }
-_HINTS = _PAIR_HINTS | {
+_HINTS = PAIR_HINTS | {
     "messages": "Try format: messages",
     "conversations": f"Try format: messages, {_SHAREGPT_CONFIG}",
     "prompt completion": "Try format: prompt_completion",
@@ -53,18 +146,7 @@ _HINTS = _PAIR_HINTS | {
     "content": "Try format: text, fields: {text: content}",
 }
 """Fields that a record may have, and how to read such a record. Objectives for pairs have one
-format, so that only _PAIR_HINTS may help."""
-
-
-_TRAJECTORY_HINTS = {
-    "prompt_ids completion_ids": "Write both one after the other as input_ids, and a loss_mask: 0 "
-    "for those of the prompt, 1 for others",
-    "old_log_probs": "Name them in the source: fields: {old_logps: old_log_probs}",
-    "old_per_token_logps": "Name them in the source: fields: {old_logps: old_per_token_logps}",
-    "reward": "Compute advantages from the rewards",
-    "rewards": "Compute advantages from the rewards",
-}
-"""Hints for records of trajectories that lack a field, by the fields that they have."""
+format, so that only PAIR_HINTS may help."""
 
 
 def suggest_ignoring(*names: str) -> str:
@@ -121,16 +203,14 @@ class Source(ConfigSection, abc.ABC):
     """Fields that are read under their own names, or may be left out."""
     refused: ClassVar[Mapping[str, str]] = REFUSED_MEDIA
     """Fields whose meaning jaxsp would ignore, and the reason with a suggestion."""
-    stand_ins: ClassVar[tuple[str, ...]] = ()
-    """Fields of another system that are read in place of the required ones."""
-    input_field: ClassVar[str | None] = None
-    """Field to which text of other fields can be joined."""
+    hints: ClassVar[Mapping[str, str]] = _HINTS
+    """Suggestions for a record that lacks a field, by the fields that it has."""
     column: ClassVar[str]
     """Entry with the record's content."""
     values: ClassVar[Mapping[str, Any]] = {}
     """Columns with one value for each record, with the value of a bad record."""
     numbers: ClassVar[tuple[str, ...]] = ()
-    """Stored columns with a number for each token, float32."""
+    """Stored arrays with a number for each token, float32."""
     bytes_per_worker: ClassVar[int] = 2**25
     """Bytes of records that are worth a tokenization worker, which takes 3 to 8 s to start. Without
     workers, the tokenizer's threads use all cores too, except while Python renders templates. (40
@@ -163,14 +243,6 @@ class Source(ConfigSection, abc.ABC):
                             f"{HERE}.fields: {first} and {name} are both read from {column}. Give "
                             "each a field of its own."
                         )
-        for name in self.ignore_fields:
-            if name in self._required_columns():
-                yield f"{HERE}.ignore_fields: {name} is read. Remove it."
-
-    @property
-    def role_names(self) -> dict[str, str]:
-        """Roles of the chat template by the roles in records, where they differ; for chats."""
-        return getattr(self, "roles", {})
 
     def list_columns(self, field: str) -> tuple[str, ...]:
         """Returns the names in the records of the fields from which a field is read."""
@@ -181,133 +253,78 @@ class Source(ConfigSection, abc.ABC):
         """Returns the name of a field in the records; of several, that for their joined text."""
         return " + ".join(self.list_columns(field))
 
-    def _required_columns(self) -> set[str]:
-        """Names of the required fields in the records; one that is joined with others may be
-        missing."""
-        return {columns[0] for columns in map(self.list_columns, self.required) if not columns[1:]}
-
     def known_columns(self) -> set[str]:
         """Names in the records of all fields that the format reads or refuses."""
         columns = map(self.list_columns, (*self.required, *self.optional))
         known = {*itertools.chain(*columns), *self.other_fields, *self.refused}
         return known - {*self.ignore_fields}
 
-    def select_columns(self, names: list[str]) -> list[str]:
-        """Returns the columns to read from a table; none if a required one is missing."""
-        has_stand_ins = bool(self.stand_ins) and {*self.stand_ins} <= {*names}
-        if not (has_stand_ins or self._required_columns() <= {*names}):
-            return []
+    def select_columns(self, names: Sequence[str]) -> list[str]:
+        """Returns the columns to read from a table: those that are known or may hold text."""
         known = self.known_columns()
         others = [name for name in names if name not in self.ignore_fields]
-        return [name for name in others if name in known or not records.is_metadata(name)]
+        return [name for name in others if name in known or not _is_metadata(name)]
 
-    def has_labels(self, first: Record) -> bool:
-        """Returns True if all records of token ids must have labels. Args: first: first record."""
-        return False
-
-    def convert(self, record: Any, *, has_labels: bool = False) -> Record:
-        """Returns the columns to store of a record.
-        Args: has_labels: records of tokens have labels; all of them must, or none."""
+    def convert(self, record: Any) -> Record:
+        """Returns the columns to store of a record. Raises: UserError for a bad one."""
         if not isinstance(record, dict):
             example = f"{{{json.dumps(self.required[0])}: ...}}"
-            raise UserError(f"is {records.type_name(record)}, not a record such as {example}.")
+            raise UserError(f"is {type_name(record)}, not a record such as {example}.")
         record = {name: value for name, value in record.items() if name not in self.ignore_fields}
-        own = self
-        if self.stand_ins and record.keys() >= {*self.stand_ins}:
-            record, own = self.adapt(record)
-        columns = [own.list_columns(name) for name in self.required]
-        required = [[record[name] for name in names if name in record] for names in columns]
-        if all(required):  # otherwise, the record has another format
-            own._refuse_unread(record, required[0][0])
-        values = SourceRecord(own._join_fields(record), own)
-        content = own.check(values, has_labels=has_labels)
+        record = self.adapt(record)
+        values = SourceRecord(self._join_fields(record), self)
+        content = self.check(values)
         values.refuse(self.refused)
+        known = self.known_columns()
+        unread = [
+            name
+            for name, value in record.items()
+            if name not in known and not _is_metadata(name) and _holds_text(name, value)
+        ]
+        if unread and self.is_chat:  # a prompt may be there twice, separately and in the messages
+            stored = [x for x in json.loads(content[self.column]).values() if isinstance(x, list)]
+            texts = [
+                str(message.get("content")).strip()
+                for message in itertools.chain(*stored)
+                if message.get("role", ASSISTANT) != ASSISTANT
+            ]
+            unread = [name for name in unread if str(record[name]).strip() not in texts]
+        if unread:
+            raise UserError(
+                f"has text in {' and '.join(unread)}, which nothing reads. Name it in fields of "
+                "the source to train on it, or set "
+                f"{suggest_ignoring(*self.ignore_fields, *unread)}."
+            )
         return content
 
     @abc.abstractmethod
-    def check(self, record: "SourceRecord", *, has_labels: bool) -> Record:
-        """Returns the columns to store of a record that has no unread text."""
+    def check(self, record: "SourceRecord") -> Record:
+        """Returns the columns to store of a record."""
 
-    def adapt(self, record: Record) -> tuple[Record, "Source"]:
-        """Returns a record of another system that has `stand_ins`, and the names of its fields."""
-        return record, self
+    def adapt(self, record: Record) -> Record:
+        """Returns a record of another system under this format's names."""
+        return record
 
     def connect(self, entries: Iterator[RecordEntry]) -> Iterator[RecordEntry]:
         """Adds to the entries of a source what they take from each other."""
         return entries
 
-    def find_roles(self, record: Any) -> set[str]:
-        """Returns the roles of a record's messages, under the source's names."""
-        return set()
-
     def _join_fields(self, record: Record) -> Record:
-        """Joins texts that are read as one, under the name of `name_column`.
-        Source: LLaMA-Factory joins Alpaca's instruction and input in the same way."""
+        """Joins texts that are read as one, under the name of `name_column`."""
         for field, names in self.fields.items():
-            if isinstance(names, str) or not record.keys() & set(names):
-                continue
-            values = [record[name] for name in names if record.get(name) is not None]
-            if not all(isinstance(value, str) for value in values):
-                raise UserError(f"{self.name_column(field)}: only strings can be joined.")
-            record = {name: value for name, value in record.items() if name not in names}
-            record[self.name_column(field)] = "\n".join(filter(None, values))
+            if not isinstance(names, str) and record.keys() & set(names):
+                others = {name: value for name, value in record.items() if name not in names}
+                record = others | {self.name_column(field): join_texts(record, names)}
         return record
 
-    def _refuse_unread(self, record: Record, content: Any) -> None:
-        """Refuses text in fields that nothing reads, unless a message of the prompt has it too.
-        Args: content: value of a field that the format requires."""
-        read = self.known_columns()
-        unread = [
-            name
-            for name, value in record.items()
-            if name not in read
-            and not records.is_metadata(name)
-            and records.holds_text(name, value)
-        ]
-        if not unread:
-            return
-        conversation = content
-        with contextlib.suppress(UserError):  # text, not JSON
-            conversation = parse_if_string(content, "messages")
-        if isinstance(conversation, list):
-            role, text = map(self.name_column, ("role", "content"))
-            messages = [each for each in conversation if isinstance(each, dict)]
-            texts = [
-                str(each.get(text)).strip()
-                for each in messages
-                if self.role_names.get(str(each.get(role)), each.get(role)) != ASSISTANT
-            ]
-            unread = [name for name in unread if str(record[name]).strip() not in texts]
-        if unread:
-            raise UserError(
-                f"has text in {' and '.join(unread)}, which nothing reads. Set "
-                f"{self._suggest_reading(record, unread, content, read)}"
-                f"{suggest_ignoring(*self.ignore_fields, *unread)}."
-            )
 
-    def _suggest_reading(
-        self, record: Record, unread: list[str], content: Any, read: Collection[str]
-    ) -> str:
-        """Returns `fields` of the config that read all of the text; empty if there are none. None
-        read text that has all other texts of the record, or a conversation with an answer."""
-        texts = [text for name in read if isinstance(text := record.get(name), str) and text]
-        for name in unread:
-            value = record[name]
-            last = value[-1] if isinstance(value, list) and value else None
-            has_answer = isinstance(last, dict) and ASSISTANT in last.values()
-            if has_answer or (texts and all(text in str(value) for text in texts)):
-                return ""
-        if self.input_field is None:
-            return ""
-        columns = (*self.list_columns(self.input_field), *SYSTEM_FIELDS)
-        names = [name for name in record if name in unread or (name in columns and record[name])]
-        values = [content, *(record[name] for name in names)]
-        is_text = all(isinstance(value, str) for value in values)
-        is_prompt = len(names) == 1 and all(isinstance(value, list | dict) for value in values)
-        if not (is_text or is_prompt):
-            return ""
-        fields = self.fields | {self.input_field: names if len(names) > 1 else names[0]}
-        return f"fields: {json.dumps(fields)} to train on it, or ".replace('"', "")
+def join_texts(record: Record, names: Sequence[str]) -> str:
+    """Joins texts of a record with line breaks.
+    Source: LLaMA-Factory joins Alpaca's instruction and input in the same way."""
+    values = [record[name] for name in names if record.get(name) is not None]
+    if not all(isinstance(value, str) for value in values):
+        raise UserError(f"{' + '.join(names)}: only strings can be joined.")
+    return "\n".join(filter(None, values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,12 +345,9 @@ class SourceRecord:
             return self.values[name]
         if name in self.values:
             raise UserError(f"{name} is null.")
-        problem = f"has no {name}; it has {records.list_fields(self.values)}."
+        problem = f"has no {name}; it has {list_fields(self.values)}."
         own = f"Try format: {self.source.format}"
-        hints = _TRAJECTORY_HINTS if self.source.numbers else _HINTS
-        if self.source.num_documents > 1:
-            hints = _PAIR_HINTS
-        for names, hint in hints.items():
+        for names, hint in self.source.hints.items():
             if self.values.keys() >= {*names.split()} and hint.partition(", with ")[0] != own:
                 raise UserError(f"{problem} {hint}.")
         raise UserError(problem)

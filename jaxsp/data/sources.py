@@ -1,11 +1,10 @@
 """Reads a source: its files, saved folder or hub data set are found, and its records checked.
 
-Files are found by name, glob or URL. Those in object stores are downloaded once.
+Files are found by name, glob or URL. Those in object stores are downloaded once. A data set's own
+code is never run.
 """
 
-import collections
 import dataclasses
-import functools
 import glob
 import hashlib
 import itertools
@@ -13,24 +12,30 @@ import json
 import os
 import pathlib
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import filelock
+import huggingface_hub.errors as hub
 
 from jaxsp.core import errors, paths
 from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import file_types, hub, records
+from jaxsp.data import file_types
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.file_types import LocatedRecord, Select
-from jaxsp.data.records import RecordEntry
-from jaxsp.data.source import Source
+from jaxsp.data.file_types import LocatedRecord
+from jaxsp.data.source import RecordEntry, Source
 from jaxsp.system import distributed
 
-_MAX_CHECKED_BAD = 100
-"""Number of bad records after which reading stops: the config must be wrong."""
+if TYPE_CHECKING:
+    import datasets
+
+_MAX_NAMED_RECORDS = 5
+
+_UNKNOWN_LENGTH = 2**40
+"""Number of records of a split that is not read yet."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,83 +43,75 @@ class Records:
     """Records of a source. They are read each time that they are asked for."""
 
     source: Source
+    data: DataConfig
     identity: Any
     """Value that changes when the records do."""
     num_bytes: int
     """Size of the files."""
     locate: Callable[[], Iterator[LocatedRecord]]
-    data: DataConfig
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Path without links, or URL, of each file, by its name in messages; empty for a data set."""
-    split: str | None = None
-    """Part of the records to select; None: all."""
-
-    @functools.cached_property
-    def has_labels(self) -> bool:
-        """True if the records are token ids with labels: those of the first one count."""
-        firsts = (
-            record
-            for _, record, problem in itertools.islice(self.locate(), _MAX_CHECKED_BAD)
-            if problem is None and isinstance(record, dict)
-        )
-        return not self.source.needs_tokenizer and self.source.has_labels(next(firsts, {}))
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Values that decide the entries."""
         settings = self.source.model_dump(mode="json", exclude={"source", "name", "weight"})
-        return (self.identity, self.has_labels, json.dumps(settings, sort_keys=True))
+        return (self.identity, json.dumps(settings, sort_keys=True))
 
     def entries(self) -> Iterator[RecordEntry]:
         """Yields an entry for each record, in order: its `place`; its `problem`, why it cannot be
-        used, or None; and its content: `text`, or `input_ids` and, if the first record has them,
-        `labels`, or `record`, which is messages or prompt and completions as JSON under jaxsp's
-        names, and Source.values.
-        Raises: UserError for bad records, unless the config skips them, and for none to use."""
-        parts: list[tuple[int, int | None]] = [(0, None)]
-        if self.split is not None:
-            lengths = {"train": sum(1 for _ in self.locate())}
-            parts = [(start, stop) for _, start, stop in hub.resolve_ranges(self.split, lengths)]
-        for start, stop in parts:
-            entries = self.source.connect(_check_records(self))
-            num_records = 0
-            bad: list[RecordEntry] = []
-            for entry in itertools.islice(entries, start, stop):
-                num_records += 1
-                if entry["problem"] is not None:
-                    bad.append(entry)
-                if not bad or self.data.on_bad_record == "skip":
-                    yield entry
-            check_bad_records(len(bad), num_records, bad, data=self.data)
-            collections.deque(entries, maxlen=0)  # checks of all records come after the last one
+        used, or None; and its content: `text`, or `input_ids` and `labels`, or `record`, which is
+        messages or prompt and completions as JSON under jaxsp's names, and Source.values."""
+        return self.source.connect(self._convert())
+
+    def _convert(self) -> Iterator[RecordEntry]:
+        has_labels = None
+        for place, record, problem in self.locate():
+            entry: RecordEntry = {"place": errors.escape(place), "problem": problem}
+            if problem is None:
+                try:
+                    content = self.source.convert(record)
+                    if has_labels is None:
+                        has_labels = "labels" in content
+                    if has_labels != ("labels" in content):
+                        raise UserError(
+                            f"has {'no' if has_labels else 'a mask or'} labels, unlike the "
+                            "source's first record: all must have them or none. Make two sources."
+                        )
+                    entry |= content
+                except UserError as error:
+                    entry["problem"] = str(error)
+            yield entry
 
 
-def read(source: Source, *, data: DataConfig, select: Select | None = None) -> Records:
+def check_bad_records(bad: Sequence[str], *, data: DataConfig) -> None:
+    """Checks that data.on_bad_record allows bad records. Args: bad: place and problem of each.
+    Raises: UserError naming the first, and what to change."""
+    if bad and data.on_bad_record == "error":
+        raise UserError(f"{bad[0]} Correct it, or leave bad records out: data.on_bad_record=skip.")
+    if len(bad) > data.max_bad_records:
+        summary = (
+            f"more than {data.max_bad_records:,} records cannot be used; these are the first. "
+            "Correct format or fields, correct the records, or raise data.max_bad_records."
+        )
+        raise UserError([*bad[:_MAX_NAMED_RECORDS], summary])
+
+
+def read(source: Source, *, data: DataConfig) -> Records:
     """Finds the files, saved folder or hub data set with a source's name; local ones come first.
-    Args: select: columns to read of tables; None: those that the source needs.
     Raises: UserError if it does not exist."""
     try:
-        return _find_records(source, data, select or source.select_columns)
+        return _find_records(source, data)
     except PermissionError as error:
         raise UserError(str(error)) from None
 
 
-def list_unread_fields(source: Source, data: DataConfig) -> list[str]:
-    """Returns the fields of a source's first records that nothing reads."""
-    # of a table without a required column, the names of all columns are read, and nothing else
-    located = read(source, data=data, select=lambda names: []).locate()
-    firsts = [record for _, record, _ in itertools.islice(located, _MAX_CHECKED_BAD)]
-    names = itertools.chain(*(record for record in firsts if isinstance(record, dict)))
-    known = source.known_columns()
-    return [name for name in dict.fromkeys(names) if name not in known]
-
-
-def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
+def _find_records(source: Source, data: DataConfig) -> Records:
     name = source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
     path = None if paths.is_url(name) else paths.expand_user(name)
     dataset = None
     if path is not None and _may_be_on_hub(path, source):
-        dataset = hub.open_hub_dataset(source)
+        dataset = _open_hub_dataset(source)
     else:
         for name in ("subset", "revision"):
             if value := getattr(source, name):
@@ -122,8 +119,10 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
                     f".{name} = {value}: only data sets on the hub have one, not files. Remove "
                     f"{name}."
                 )
-        if path is not None and hub.is_saved_dataset(path):
-            dataset = hub.open_saved_dataset(path, source)
+        # `save_to_disk` wrote this folder
+        saved = ("state.json", "dataset_dict.json")
+        if path is not None and any((path / name).is_file() for name in saved):
+            dataset = _open_saved_dataset(path, source)
     if dataset is not None:
         is_part = "[" in (source.split or "")
         place = f"{source.source} ({source.split})" if is_part else source.source
@@ -135,10 +134,10 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
             data=data,
             identity=(source.source, dataset._fingerprint, identities),
             num_bytes=dataset.data.nbytes,
-            locate=lambda: file_types.locate_records(place, hub.read_records(dataset, select)),
+            locate=lambda: file_types.locate_records(place, _read_dataset(dataset, source)),
         )
     if source.split is not None:  # a wrong one is reported before the files are read
-        hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH})
+        _resolve_ranges(source.split, {"train": _UNKNOWN_LENGTH})
     fetch: Callable[[str], str] = str
     identity: Any
     if path is None:
@@ -151,9 +150,17 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
         files = {name: real_path for name, (real_path, *_) in zip(names, identity, strict=True)}
         num_bytes = sum(size for _, size, _, _ in identity)
 
-    def locate() -> Iterator[LocatedRecord]:
+    def locate_all() -> Iterator[LocatedRecord]:
         for file in files:
-            yield from file_types.read_file(fetch(file), select, name=file)
+            yield from file_types.read_file(fetch(file), source.select_columns, name=file)
+
+    def locate() -> Iterator[LocatedRecord]:
+        if source.split is None:
+            yield from locate_all()
+            return
+        lengths = {"train": sum(1 for _ in locate_all())}
+        for _, start, stop in _resolve_ranges(source.split, lengths):
+            yield from itertools.islice(locate_all(), start, stop)
 
     return Records(
         source=source,
@@ -162,7 +169,6 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
         num_bytes=num_bytes,
         locate=locate,
         files=files,
-        split=source.split,
     )
 
 
@@ -273,86 +279,140 @@ def _find_objects(url: str) -> tuple[dict[str, tuple[int, str]], Callable[[str],
     return versions, download
 
 
-def _check_records(origin: Records) -> Iterator[RecordEntry]:
-    """Yields an entry for every record. Raises: UserError for too many bad records, for no usable
-    record, and for `fields` and `roles` that no record has."""
-    source = origin.source
-    limit = max(origin.data.max_bad_records, _MAX_CHECKED_BAD)
-    has_labels = origin.has_labels
-    unseen_fields = {
-        name: field
-        for field, names in source.fields.items()
-        if field in source.optional or not isinstance(names, str)
-        for name in source.list_columns(field)
-    }
-    unseen_roles = set(source.role_names)
-    is_usable = False
-    num_records = 0
-    bad: list[RecordEntry] = []
-    for place, record, problem in origin.locate():
-        num_records += 1
-        entry: RecordEntry = {"place": errors.escape(place), "problem": None}
-        try:
-            if problem is not None:
-                raise UserError(problem)
-            if unseen_fields and isinstance(record, dict):
-                unseen_fields = {
-                    name: field for name, field in unseen_fields.items() if name not in record
-                }
-            if unseen_roles:
-                unseen_roles -= source.find_roles(record)
-            content = source.convert(record, has_labels=has_labels)
-            is_usable = is_usable or len(content[source.column]) > 0
-            entry |= content
-        except UserError as error:
-            entry["problem"] = str(error)
-            bad.append(entry)
-        if len(bad) > limit:
-            summary = (
-                f"more than {limit:,} records cannot be used; these are the first. Correct format "
-                "or fields, correct the records, or set data.on_bad_record=skip and raise "
-                "data.max_bad_records."
+def _open_saved_dataset(path: pathlib.Path, source: Source) -> "datasets.Dataset":
+    """Opens the data set in a folder, or its split `source.split`."""
+    import datasets
+
+    try:
+        _check_names_own_files(path)
+        loaded = datasets.load_from_disk(str(path))
+    except UserError:  # a ValueError, which the next branch would describe once more
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = errors.first_line(error)
+        raise UserError(f"cannot be loaded: {reason}. Copy or create it again.") from None
+    if isinstance(loaded, datasets.Dataset):
+        loaded = datasets.DatasetDict({str(loaded.split or "train"): loaded})
+    return _choose_split(loaded, source)
+
+
+def _check_names_own_files(folder: pathlib.Path) -> None:
+    """Raises: UserError if a data set names files outside its folder; `datasets` opens them."""
+
+    def read_json(path: pathlib.Path) -> dict[str, Any]:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    splits = read_json(folder / "dataset_dict.json").get("splits", [])
+    names = [*splits]
+    for split_folder in [folder, *(folder / str(split) for split in splits)]:
+        state = read_json(split_folder / "state.json")
+        names += [file["filename"] for file in state.get("_data_files", [])]
+    for name in names:
+        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+            raise UserError(
+                f"cannot be loaded: it names {name}, which is not in its folder. Copy or create it "
+                "again."
             )
-            raise UserError([*records.list_examples(bad), summary])
-        yield entry
-    if not is_usable:
-        if not bad:
-            needed = errors.format_choices(source.required)
-            raise UserError(f"no record contains {needed}. Give at least one.")
-        others = ", and the others are empty" if len(bad) < num_records else ""
-        summary = (
-            f"{len(bad):,} of {num_records:,} records cannot be used{others}. Correct format or "
-            "fields, or correct the records."
+
+
+def _open_hub_dataset(source: Source) -> "datasets.Dataset":
+    """Opens a data set on the hub, downloaded once, or its split `source.split`."""
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # they would fill logs
+    try:
+        builder = datasets.load_dataset_builder(
+            source.source, name=source.subset, revision=source.revision
         )
-        raise UserError([*records.list_examples(bad), summary])
-    for role in sorted(unseen_roles):
-        raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
-    for name, field in unseen_fields.items():
-        raise UserError(f"fields: no record has {name}, to read as {field}. Remove or correct it.")
+        # without a network, `datasets` uses any cached revision
+        is_cached = type(builder).__name__ == "Cache"
+        if source.revision and is_cached and builder.hash != source.revision:
+            raise UserError(
+                f".revision = {source.revision}: the hub cannot be reached, and the cache has "
+                f"{builder.hash}. Use that, or try again with a network."
+            )
+        builder.download_and_prepare()
+        splits = builder.as_dataset()
+    except UserError:  # a ValueError, which the next branch would describe once more
+        raise
+    except (
+        datasets.exceptions.DatasetsError,
+        hub.HTTPError,
+        hub.HFValidationError,
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        # this error gives no reason
+        is_vague = isinstance(error, datasets.exceptions.DatasetGenerationError)
+        reason = " ".join(str((is_vague and error.__cause__) or error).split())[:300].rstrip(".")
+        problem = f"cannot be loaded from the hub: {reason}"
+        if isinstance(error, datasets.exceptions.DatasetNotFoundError | ConnectionError):
+            problem = f"there is no such file or folder, and not on the hub either: {reason}"
+        raise UserError(
+            f"{problem}. Give a file, a glob such as texts/**/*.txt, or a name such as "
+            "HuggingFaceH4/ultrachat_200k, with its subset and revision. If it is private or "
+            "gated, log in: hf auth login. To download it elsewhere: hf download "
+            f"{source.source} --repo-type dataset --local-dir FOLDER."
+        ) from None
+    assert isinstance(splits, datasets.DatasetDict)
+    return _choose_split(splits, source)
 
 
-def check_bad_records(
-    count: int, num_records: int, examples: list[RecordEntry], *, data: DataConfig
-) -> None:
-    """Checks that data.on_bad_record allows the bad records of a source.
-    Args: examples: at least the first ones.
-    Raises: UserError naming the first bad records, their number, and what to change."""
-    is_skipped = data.on_bad_record == "skip" and count <= data.max_bad_records
-    if not count or (is_skipped and count < num_records):
-        return
-    summary = f"{count:,} of {num_records:,} records cannot be used"
-    if count > records.MAX_NAMED_RECORDS:
-        summary += f"; these are the first {records.MAX_NAMED_RECORDS}"
-    suggestion = "leave them out: data.on_bad_record=skip"
-    if count == num_records:
-        suggestion = "correct format or fields of the source"
-    elif data.on_bad_record == "skip":
-        suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
-    elif count > data.max_bad_records:
-        suggestion += f" data.max_bad_records={count}"
-    raise UserError(
-        [*records.list_examples(examples), f"{summary}. Correct them, or {suggestion}."]
-    )
+def _read_dataset(dataset: "datasets.Dataset", source: Source) -> Iterator[LocatedRecord]:
+    """Yields records with the columns that the source needs."""
+    names = dataset.column_names
+    selected = dataset.select_columns(source.select_columns(names) or names[:1])
+    tables = selected.with_format("arrow").iter(1000)
+    batches = (batch for table in tables for batch in table.to_batches())
+    yield from file_types.read_batches(batches, names, source.select_columns)
+
+
+def _choose_split(splits: "datasets.DatasetDict", source: Source) -> "datasets.Dataset":
+    """Split or part `source.split`, such as train[:95%], without copying; without `source.split`,
+    the only split, or `train`. Raises: UserError."""
+    import datasets
+
+    names = list(splits)
+    if not names:
+        raise UserError("has no splits, so no records. Save it again, or use another data set.")
+    if source.split is not None and source.split not in splits:
+        lengths = {name: len(split) for name, split in splits.items()}
+        parts = [
+            splits[name]
+            if (start, stop) == (0, lengths[name])
+            else splits[name].select(range(start, stop))
+            for name, start, stop in _resolve_ranges(source.split, lengths)
+        ]
+        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    split = source.split or (names[0] if len(names) == 1 else "train")
+    if split not in splits:
+        raise UserError(f"has several splits. Set split to {errors.format_choices(names)}.")
+    return splits[split]
+
+
+def _resolve_ranges(spec: str, lengths: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Returns split, start and stop of each part in `spec`, by the rules of `datasets`.
+    Args: lengths: number of records of each split.
+    Raises: UserError if `spec` is not valid, or names an unknown split or an empty part."""
+    import datasets
+
+    try:
+        instruction = datasets.ReadInstruction.from_spec(spec).to_absolute(dict(lengths))
+    except ValueError as error:
+        raise UserError(
+            f".split = {spec}: {errors.first_line(error)}. Use {errors.format_choices(lengths)}, "
+            "or a part, such as train[:95%] or train[100:200]."
+        ) from None
+    parts = [(part.splitname, part.from_, part.to) for part in instruction]
+    for name, start, stop in parts:
+        if start >= stop:
+            available = f", {name} has {lengths[name]:,}" if lengths[name] < _UNKNOWN_LENGTH else ""
+            raise UserError(
+                f".split = {spec}: selects no record{available}. Use for example {name}[:95%]."
+            )
+    return parts
 
 
 def check_no_duplicates(sources: Mapping[str, Records]) -> None:

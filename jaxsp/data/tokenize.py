@@ -14,33 +14,33 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
 
+from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data import cache, chat, chat_template, sources, template_text, tokenizers
-from jaxsp.data.cache import TokenStats
+from jaxsp.data import chat, chat_template, sources, spans, store, tokenizers
 from jaxsp.data.chat import ChatOptions, RenderedRecord
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.encoding import TextEncoder
-from jaxsp.data.records import (
+from jaxsp.data.source import (
+    ASSISTANT,
     BARE_ANSWERS,
     FIRST_TOKENS,
     IS_DESIRABLE,
-    MAX_NAMED_RECORDS,
     RecordEntry,
+    Source,
 )
-from jaxsp.data.source import Source
 from jaxsp.data.sources import Records
+from jaxsp.data.store import NUM_TOKENS, EncodedBatch, TokenizedSource
+from jaxsp.data.tokenizers import TextEncoder
 
 if TYPE_CHECKING:
-    import datasets
     import transformers
 
-_CACHE_VERSION = 10
+_CACHE_VERSION = 11
 """Part of the cache's name. Increase it when the same file would give another cache."""
 
 _BATCH_SIZE = 2**22
@@ -48,15 +48,15 @@ _BATCH_SIZE = 2**22
 about 40 times its size in memory while it is tokenized."""
 
 
-class TokenizedSource(NamedTuple):
-    """Tokenized documents of a source."""
+class Encoder(NamedTuple):
+    """Everything that decides the tokens of a record."""
 
-    dataset: "datasets.Dataset"
-    """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss; of chats also
-    BARE_ANSWERS, and Source.numbers. A record with a problem has no tokens. A record of two
-    documents has their tokens one after the other, and the columns FIRST_TOKENS and Source.values.
-    """
-    stats: TokenStats
+    source: Source
+    options: ChatOptions | None
+    """None if the records are tokens."""
+    vocab_size: int = sys.maxsize
+    """A record with another token id is bad."""
+    vocab_suggestion: str = ""
 
 
 def tokenize_dataset(
@@ -68,18 +68,14 @@ def tokenize_dataset(
 ) -> TokenizedSource:
     """Tokenizes the records of a source; labels are not shifted.
     Args: vocab_suggestion: what to do about a token id that is not below `vocab_size`.
-    Raises: UserError for bad records, unless they are skipped, for an id without an embedding, and
-    without a chat template; DamagedCacheError if the cached tokens must be made again."""
+    Raises: UserError for bad records, unless they are skipped, and without a chat template;
+    DamagedCacheError if the cached tokens must be made again."""
     import datasets
 
     source = records.source
     data = records.data
-    try:
-        options = resolve_options(source, data=data, tokenizer=tokenizer)
-    except UserError:
-        collections.deque(records.entries(), maxlen=0)  # raises what is wrong with the records
-        raise
-    key: list[Any] = [_CACHE_VERSION, records.fingerprint]
+    options = resolve_options(source, data=data, tokenizer=tokenizer)
+    key: list[Any] = [_CACHE_VERSION, records.fingerprint, vocab_size]
     if options is not None:
         versions = [*map(importlib.metadata.version, ("transformers", "tokenizers", "jinja2"))]
         key += [options.has_full_loss, versions, tokenizers.serialize_files(options.tokenizer)]
@@ -88,21 +84,17 @@ def tokenize_dataset(
             template = options.template or options.tokenizer.chat_template
             key += [template, options.earlier_reasoning, options.date]
     folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp"
-    tokenized, stats = cache.open_or_build(
-        folder / f"{datasets.fingerprint.Hasher.hash(key)}.arrow",
-        functools.partial(_make_tables, records, options, data.num_workers),
+    tokenized = store.open_or_build(
+        folder / datasets.fingerprint.Hasher.hash(key),
+        functools.partial(
+            _encode_all, records, Encoder(source, options, vocab_size, vocab_suggestion)
+        ),
     )
-    num_bad, examples = cache.find_bad_records(tokenized, max_examples=MAX_NAMED_RECORDS)
-    sources.check_bad_records(num_bad, len(tokenized), examples, data=data)
-    for column, extremes in stats.extreme_ids.items():
-        for token_id, document in extremes:
-            if not 0 <= token_id < vocab_size:
-                raise UserError(
-                    f"{tokenized[document]['place']}: {column} contain the id {token_id}, but the "
-                    f"model's vocab_size is {vocab_size}: ids must be 0 to {vocab_size - 1}. "
-                    f"{vocab_suggestion}"
-                )
-    return TokenizedSource(dataset=tokenized, stats=stats)
+    bad = store.list_bad_records(tokenized.records)
+    sources.check_bad_records(bad, data=data)
+    if not tokenized.num_tokens.any():
+        _raise_nothing_to_use(source, bad)
+    return tokenized
 
 
 def resolve_options(
@@ -126,10 +118,26 @@ def resolve_options(
     )
 
 
-def _make_tables(
-    records: Records, options: ChatOptions | None, max_workers: int | None
-) -> Iterator[pa.Table]:
-    """Yields the tokens of all records, which worker processes make if there are many."""
+def _encode_all(records: Records, encoder: Encoder) -> Iterator[EncodedBatch]:
+    """Yields the tokens of all records. Raises: UserError for bad ones, as soon as possible."""
+    bad: list[str] = []
+    is_empty = True
+    for table, arrays in _encode_batches(records, encoder):
+        bad += store.list_bad_records(table)
+        sources.check_bad_records(bad, data=records.data)
+        is_empty = False
+        yield table, arrays
+    if is_empty:
+        _raise_nothing_to_use(records.source, [])
+
+
+def _raise_nothing_to_use(source: Source, bad: Sequence[str]) -> NoReturn:
+    needed = errors.format_choices(source.required)
+    raise UserError([*bad[:1], f"no record contains {needed}. Give at least one."])
+
+
+def _encode_batches(records: Records, encoder: Encoder) -> Iterator[EncodedBatch]:
+    """Encodes records in batches, which worker processes do if there are many."""
     from datasets.utils import tqdm
 
     source = records.source
@@ -141,10 +149,11 @@ def _make_tables(
     # macOS does not restrict the cores of a process
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    num_workers = max_workers or min(num_cores, -(-records.num_bytes // source.bytes_per_worker))
-    if num_workers <= 1 or options is None:
+    enough = min(num_cores, -(-records.num_bytes // source.bytes_per_worker))
+    num_workers = records.data.num_workers or enough
+    if num_workers <= 1 or encoder.options is None:
         for batch in batches:
-            yield encode_batch(batch, source, options, has_labels=records.has_labels)
+            yield encode_batch(batch, encoder)
         return
     try:
         with (
@@ -154,7 +163,7 @@ def _make_tables(
                 # a fork of a process in which JAX has threads can hang
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_start_worker,
-                initargs=(source, options, max(num_cores // num_workers, 1)),
+                initargs=(encoder, max(num_cores // num_workers, 1)),
             ) as pool,
         ):
             pending: collections.deque[concurrent.futures.Future] = collections.deque()
@@ -189,7 +198,7 @@ def _divide(entries: Iterable[RecordEntry], column: str) -> Iterator[list[Record
     for entry in entries:
         batch.append(entry)
         size += len(entry.get(column, "")) + 100  # a source may have a million empty ones
-        if size > _BATCH_SIZE:
+        if size > _BATCH_SIZE or entry["problem"] is not None:  # bad ones are reported early
             yield batch
             batch = []
             size = 0
@@ -197,60 +206,49 @@ def _divide(entries: Iterable[RecordEntry], column: str) -> Iterator[list[Record
         yield batch
 
 
-_worker_options: tuple[Source, ChatOptions]
+_worker_encoder: Encoder
 
 
-def _start_worker(source: Source, options: ChatOptions, num_threads: int) -> None:
-    global _worker_options
-    _worker_options = (source, options)
+def _start_worker(encoder: Encoder, num_threads: int) -> None:
+    global _worker_encoder
+    _worker_encoder = encoder
     if num_threads > 1:
         os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(num_threads)}
 
 
-def _encode_in_worker(entries: list[RecordEntry]) -> pa.Table:
-    return encode_batch(entries, *_worker_options)
+def _encode_in_worker(entries: list[RecordEntry]) -> EncodedBatch:
+    return encode_batch(entries, _worker_encoder)
 
 
-def encode_batch(
-    entries: list[RecordEntry],
-    source: Source,
-    options: ChatOptions | None,
-    *,
-    has_labels: bool = False,
-) -> pa.Table:
-    """Returns the tokens of records, or their problems: see TokenizedSource.dataset.
-    Args: options: None if the records are tokens; has_labels: these tokens have labels."""
-    columns: RecordEntry = {"tokens": np.zeros(0, np.int32)}
-    if has_labels or (source.is_chat and options is not None and not options.has_full_loss):
-        columns["labels"] = columns["tokens"]
+def encode_batch(entries: list[RecordEntry], encoder: Encoder) -> EncodedBatch:
+    """Returns the tokens of records, or their problems."""
+    source = encoder.source
+    types = {"place": pa.string(), "problem": pa.string(), NUM_TOKENS: pa.int64()}
     if source.is_chat:
-        columns[BARE_ANSWERS] = np.int32(0)
+        types[BARE_ANSWERS] = pa.int32()
     if source.num_documents > 1:
-        columns[FIRST_TOKENS] = np.int32(0)
-    columns |= source.values
-    columns |= dict.fromkeys(source.numbers, np.zeros(0, np.float32))
+        types[FIRST_TOKENS] = pa.int32()
+    types |= {name: pa.scalar(value).type for name, value in source.values.items()}
+    parts: dict[str, list[np.ndarray]] = collections.defaultdict(list)
     usable = [entry for entry in entries if entry["problem"] is None]
-    for entry, record in zip(usable, encode_records(usable, source, options), strict=True):
+    encoded = zip(usable, encode_records(usable, encoder), strict=True)
+    for entry, record in encoded:
         if isinstance(record, str):
             entry["problem"] = record
             continue
-        entry["tokens"] = np.concatenate([each.tokens for each in record])
-        labels = [each.tokens if each.labels is None else each.labels for each in record]
-        entry["labels"] = np.concatenate(labels)
-        entry[BARE_ANSWERS] = sum(each.rendered.num_bare_answers for each in record)
+        entry[NUM_TOKENS] = sum(len(document.tokens) for document in record)
+        entry[BARE_ANSWERS] = sum(document.rendered.num_bare_answers for document in record)
         entry[FIRST_TOKENS] = len(record[0].tokens)
-    arrays = {
-        name: pa.array([entry[name] for entry in entries], pa.string())
-        for name in ("place", "problem")
+        parts["tokens"] += [document.tokens for document in record]
+        parts["labels"] += [document.labels for document in record if document.labels is not None]
+        for name in source.numbers:
+            parts[name].append(entry[name])
+    defaults = {**dict.fromkeys(types, 0), **source.values}
+    columns = {
+        name: pa.array([entry.get(name, defaults[name]) for entry in entries], kind)
+        for name, kind in types.items()
     }
-    for name, default in columns.items():
-        values: list[Any] = [entry.get(name, default) for entry in entries]
-        arrays[name] = (
-            cache.make_lists(values)
-            if isinstance(default, np.ndarray)
-            else pa.array(np.array(values, np.asarray(default).dtype))
-        )
-    return pa.table(arrays)
+    return pa.table(columns), {name: np.concatenate(part) for name, part in parts.items() if part}
 
 
 class EncodedDocument(NamedTuple):
@@ -266,44 +264,63 @@ EncodedRecord = tuple[EncodedDocument, ...] | str
 """The documents of a record, or the problem that it has."""
 
 
-def encode_records(
-    entries: Sequence[RecordEntry], source: Source, options: ChatOptions | None
-) -> list[EncodedRecord]:
-    """Returns the documents of each record, or its problem; the entries have none yet."""
+def encode_records(entries: Sequence[RecordEntry], encoder: Encoder) -> Iterator[EncodedRecord]:
+    """Yields the documents of each record, or its problem; the entries have none yet."""
+    source, options, *_ = encoder
     if options is None:
-        nothing = RenderedRecord(text="")
-        return [
-            (EncodedDocument(nothing, entry["input_ids"], entry.get("labels")),)
-            for entry in entries
-        ]
-    rendered: dict[int, tuple[RenderedRecord, ...]] = {}
-    encoded: list[EncodedRecord] = [""] * len(entries)
-    for index, entry in enumerate(entries):
+        for entry in entries:
+            ids = (entry["input_ids"], entry.get("labels"))
+            unrendered = EncodedDocument(RenderedRecord(text=""), *ids)
+            try:
+                _check_ids(unrendered, encoder)
+                yield (unrendered,)
+            except UserError as error:
+                yield str(error)
+        return
+    rendered: list[tuple[RenderedRecord, ...] | str] = []
+    for entry in entries:
         record = entry[source.column]
         try:
-            rendered[index] = (
+            rendered.append(
                 chat.render_record(json.loads(record), options)
                 if source.is_chat
                 else (RenderedRecord(text=record, is_plain=True),)
             )
         except UserError as error:
-            encoded[index] = str(error)
-    encoder = TextEncoder(options.tokenizer)
-    encodings = iter(encoder.tokenize([*itertools.chain.from_iterable(rendered.values())]))
-    for index, documents in rendered.items():
-        own = [next(encodings) for _ in documents]
-        encoded_documents = []
+            rendered.append(str(error))
+    text_encoder = TextEncoder(options.tokenizer)
+    texts = [document for each in rendered if not isinstance(each, str) for document in each]
+    encodings = iter(text_encoder.tokenize(texts))
+    for documents in rendered:
+        if isinstance(documents, str):
+            yield documents
+            continue
+        own = [*itertools.islice(encodings, len(documents))]
+        encoded = []
         try:
             for document, encoding in zip(documents, own, strict=True):
                 with chat.at_document(document.name):
-                    ids = encoder.encode(document, encoding)
-                encoded_documents.append(EncodedDocument(document, *ids))
+                    ids = text_encoder.encode(document, encoding)
+                encoded.append(EncodedDocument(document, *ids))
+                _check_ids(encoded[-1], encoder)
             if source.has_common_loss_start:
-                _align_loss_starts(encoded_documents)
-            encoded[index] = tuple(encoded_documents)
+                _align_loss_starts(encoded)
+            yield tuple(encoded)
         except UserError as error:
-            encoded[index] = str(error)
-    return encoded
+            yield str(error)
+
+
+def _check_ids(document: EncodedDocument, encoder: Encoder) -> None:
+    """Raises: UserError for an id that the model's vocabulary does not have."""
+    labels = document.tokens[:0] if document.labels is None else document.labels
+    for name, ids in (("tokens", document.tokens), ("labels", labels[labels != NO_LABEL])):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < encoder.vocab_size:
+            wrong = ids[(ids < 0) | (ids >= encoder.vocab_size)][0]
+            raise UserError(
+                f"{name} contain the id {wrong}, but the model's vocab_size is "
+                f"{encoder.vocab_size}: ids must be 0 to {encoder.vocab_size - 1}. "
+                f"{encoder.vocab_suggestion}"
+            )
 
 
 def _align_loss_starts(documents: list[EncodedDocument]) -> None:
@@ -353,29 +370,27 @@ def encode_examples(
     Raises: UserError if there is none, and for a bad record before one, unless they are skipped.
     """
     source = records.source
-    data = records.data
-    options = resolve_options(source, data=data, tokenizer=tokenizer)
+    encoder = Encoder(source, resolve_options(source, data=records.data, tokenizer=tokenizer))
     seen: set[str] = set()
     num_examples = 0
+    bad: list[str] = []
+    most = (_MAX_SEARCHED if source.is_chat else 1) if num_records is None else num_records
     for index, entry in enumerate(records.entries()):
         is_searching = num_records is None and num_examples
-        if num_examples == num_records or (
-            is_searching and (index >= _MAX_SEARCHED or not source.is_chat)
-        ):
+        if num_examples >= most or (is_searching and index >= most):
             break
-        if entry["problem"] is not None:
-            continue
-        kinds = list_kinds(json.loads(entry["record"])) if source.is_chat else []
-        kinds = [kind for kind in kinds if kind not in seen]
+        kinds = []
+        if source.is_chat and entry["problem"] is None:
+            kinds = [kind for kind in list_kinds(json.loads(entry["record"])) if kind not in seen]
         if is_searching and not kinds:
             continue
-        (encoded,) = encode_records([entry], source, options)
+        encoded: EncodedRecord = str(entry["problem"])
+        if entry["problem"] is None:
+            (encoded,) = encode_records([entry], encoder)
         if isinstance(encoded, str):
-            if data.on_bad_record == "skip":
-                continue
-            raise UserError(
-                f"{entry['place']}: {encoded} Correct it, or leave it out: data.on_bad_record=skip."
-            )
+            bad.append(f"{entry['place']}: {encoded}")
+            sources.check_bad_records(bad, data=records.data)
+            continue
         if not len(encoded[0].tokens):
             continue
         num_examples += 1
@@ -392,16 +407,16 @@ def encode_examples(
 
 def list_kinds(record: dict[str, Any]) -> list[str]:
     """Returns the properties of a chat that a template may write in ways of its own."""
-    messages = template_text.list_messages(record)
-    answers = [message for message in messages if message["role"] == template_text.ASSISTANT]
+    messages = spans.list_messages(record)
+    answers = [message for message in messages if message["role"] == ASSISTANT]
     kinds = {
         "tools": bool(record.get("tools")),
-        "tool calls": any(map(template_text.list_tool_calls, answers)),
-        "reasoning": any(map(template_text.get_reasoning, answers)),
-        "reasoning in several turns": sum(map(bool, map(template_text.get_reasoning, answers))) > 1,
+        "tool calls": any(map(spans.list_tool_calls, answers)),
+        "reasoning": any(map(spans.get_reasoning, answers)),
+        "reasoning in several turns": sum(map(bool, map(spans.get_reasoning, answers))) > 1,
         "several turns": len(answers) > 1,
         "a system message": any(message["role"] == "system" for message in messages),
-        "messages without loss": not all(map(template_text.has_loss, messages)),
+        "messages without loss": not all(map(spans.has_loss, messages)),
         "template arguments": bool(record.get("chat_template_kwargs")),
     }
     return [kind for kind, is_present in kinds.items() if is_present]

@@ -20,7 +20,7 @@ from jaxsp.core import errors, files, paths
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data import dataset
 from jaxsp.data.dataset import PackedDataset
-from jaxsp.data.mixing import RowSchedule
+from jaxsp.data.packing import RowSchedule
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups

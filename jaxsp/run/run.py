@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.checkpoint.reader import EarlyStoppingState
 from jaxsp.data import tokenizers
 from jaxsp.data.dataset import PackedDataset
-from jaxsp.data.mixing import RowSchedule
+from jaxsp.data.packing import RowSchedule
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import folder
 from jaxsp.hf.folder import ModelFolder

@@ -8,7 +8,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from jaxsp.data.encoding import TextEncoder
+from jaxsp.data.tokenizers import TextEncoder
 from tests.data.source_configs import make_source
 
 

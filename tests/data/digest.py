@@ -18,7 +18,7 @@ from pyarrow import feather, parquet
 
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.layout import KEPT_ORDER
-from jaxsp.data import summary
+from jaxsp.data import dataset
 from jaxsp.data.loader import RowPlacement
 from jaxsp.run import config_file, data_sets
 from jaxsp.system import device_mesh
@@ -191,8 +191,8 @@ def digest(train: list[dict[str, object]], fields: dict[str, object]) -> str:
         documents = range(len(data.documents.lengths))
         seen.update(repr([data.documents.find_origin(number) for number in documents]).encode())
         schedule = data.make_schedule(4, num_steps=20)
-        shown += repr(summary.describe_data(data, config.data, schedule))
-        shown += summary.describe_documents(data)
+        shown += repr(dataset.describe_data(data, config.data, schedule))
+        shown += dataset.describe_documents(data)
         loader = data.make_loader(schedule, placement)
         for step in range(20):
             batch = loader.read_step(step)
@@ -204,7 +204,7 @@ def digest(train: list[dict[str, object]], fields: dict[str, object]) -> str:
                     repr((bytes(batch.pairs.references_P2), batch.counts.documents_P2)).encode()
                 )
     text = hashlib.sha256(shown.encode()).hexdigest()[:8]
-    return f"{seen.hexdigest()[:32]} {text} {summary.describe_documents(made)}"
+    return f"{seen.hexdigest()[:32]} {text} {dataset.describe_documents(made)}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from transformers.utils import chat_template_utils
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data import chat, chat_template, template_text
+from jaxsp.data import chat, chat_template, spans
 from jaxsp.data import spans as span_search
 from jaxsp.data.chat import ChatOptions
 from jaxsp.data.data_config import DataConfig
@@ -506,7 +506,7 @@ def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, templa
 def test_a_span_without_the_content_of_its_message_is_refused():
     whole = "ask another answ<|im_end|>\n"
     with pytest.raises(UserError, match=r"message 2 \(assistant\)"):
-        template_text.check_span(TALK, [1], whole, (4, len(whole)), opening=("", ""), suggestion="")
+        spans.check_span(TALK, [1], whole, (4, len(whole)), opening=("", ""), suggestion="")
 
 
 def test_only_thinking_may_precede_the_content():
@@ -519,8 +519,8 @@ def test_only_thinking_may_precede_the_content():
         ("<think>four</think>assistant\nfour", "", False),
         ("assistant\nfour", "", False),
     ):
-        assert template_text.starts_with_message(lines, text, before=before) == begins
-    assert template_text.starts_with_message(
+        assert spans.starts_with_message(lines, text, before=before) == begins
+    assert spans.starts_with_message(
         {"role": "assistant", "content": "a <think>b</think> c"},
         "a <think>b</think> c<|im_end|>",
         before="",

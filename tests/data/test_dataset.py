@@ -8,8 +8,8 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout
-from jaxsp.data import dataset, packing, sources, summary, tokenize
-from jaxsp.data.row_reader import Documents
+from jaxsp.data import dataset, packing, sources, tokenize
+from jaxsp.data.documents import Documents
 from tests.data import test_loader
 from tests.data.source_configs import make_source
 from tests.messages import assert_names, assert_refused, numbers
@@ -73,7 +73,7 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths()
     assert {counts.epoch for _, counts in steps} == {None}
     lines = [
         words
-        for word, words in summary.describe_data(
+        for word, words in dataset.describe_data(
             data, config.data, data.make_schedule(config.batch.rows_per_step, num_steps=300)
         )
         if word == "source"
@@ -201,7 +201,7 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
     num_labels = sum(int(np.sum(np.asarray(given.labels_BL) != -100)) for given, _ in steps)
     assert num_labels == source.num_loss_tokens > 0
     lines = dict(
-        summary.describe_data(
+        dataset.describe_data(
             data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
         )
     )
@@ -276,7 +276,7 @@ def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
 def test_every_count_is_printed_before_the_first_step():
     config = test_loader.settings_of(row_tokens=64, rows_per_step=2)
     data = data_of([[10, 70, 0, 3], [5]], config)
-    lines = summary.describe_data(
+    lines = dataset.describe_data(
         data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
     )
     counts, not_as_they_are, a, b = (line for _, line in lines)
@@ -306,7 +306,7 @@ def test_epochs_that_end_inside_a_step_are_counted_in_rows(run, expected):
         schedule = data.make_schedule(
             config.batch.rows_per_step, num_steps=fields["steps"], epochs=fields["epochs"]
         )
-        found = summary.describe_epochs(data, schedule, fields["epochs"])
+        found = dataset.describe_epochs(data, schedule, fields["epochs"])
         assert found == text or (text is None and found.endswith("of 2 steps"))
 
 
@@ -384,7 +384,7 @@ def notes_of(data, config):
     schedule = data.make_schedule(config.batch.rows_per_step, epochs=1)
     return [
         text
-        for label, text in summary.describe_data(data, config.data, schedule)
+        for label, text in dataset.describe_data(data, config.data, schedule)
         if label == "note"
     ]
 
@@ -418,7 +418,7 @@ def test_skipped_records_are_named(tmp_path):
     new_tokenizer = tokenize.tokenize_dataset(read, tokenizer=None, vocab_size=9)
     documents = Documents([new_tokenizer.dataset], source_names=["a"], row_tokens=32)
     data = test_loader.pack(documents, config, digests=[new_tokenizer.stats.digest])
-    actual = summary.describe_data(
+    actual = dataset.describe_data(
         data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
     )
     assert [5.0] in [numbers(words) for word, words in actual if word == ""]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data import dataset, row_reader, summary
-from jaxsp.data.row_reader import Documents
+from jaxsp.data import dataset, documents
+from jaxsp.data.documents import Documents
 from tests.data import test_dataset, test_loader
 from tests.messages import assert_names, numbers
 
@@ -17,9 +17,7 @@ LENGTHS = [2 + number % 7 for number in range(1000)]
 
 def choose(lengths=LENGTHS, *, fraction=0.2, seed=0, name="a"):
     tokenized = [test_dataset.tokenized(lengths)]
-    return row_reader.select_records(tokenized, source_names=[name], fraction=fraction, seed=seed)[
-        0
-    ]
+    return documents.select_records(tokenized, source_names=[name], fraction=fraction, seed=seed)[0]
 
 
 def test_the_choice_depends_on_seed_name_and_index_only():
@@ -39,7 +37,7 @@ def test_every_document_is_trained_on_or_held_out():
     lengths = [0 if problem else length for problem, length in zip(problems, LENGTHS, strict=True)]
     lengths[1] = 0
     tokenized = test_dataset.tokenized(lengths).add_column("problem", problems)
-    chosen = row_reader.select_records([tokenized], source_names=["a"], fraction=0.2, seed=0)
+    chosen = documents.select_records([tokenized], source_names=["a"], fraction=0.2, seed=0)
     parts = [
         Documents(
             [tokenized], source_names=["a"], held_out=chosen, use_held_out=which, row_tokens=7
@@ -59,7 +57,7 @@ def test_every_document_is_trained_on_or_held_out():
     assert (train.num_held_out, train.num_tokens_held_out) == (held.num_documents, num_tokens)
     assert (train.num_skipped, train.num_empty, held.num_skipped, held.num_empty) == (10, 1, 0, 0)
     assert train.num_split + held.num_split == sum(length > 7 for length in lengths)
-    assert numbers(summary.describe_exclusions([train]))[:2] == [
+    assert numbers(dataset.describe_exclusions([train]))[:2] == [
         held.num_documents,
         num_tokens,
     ]
@@ -76,12 +74,12 @@ def test_another_fraction_is_a_change_of_the_data():
     )
     assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, was null"]
     assert dataset.describe_changes(before, before) == []
-    assert row_reader.digest_split("x", choose(), is_held_out=False) != row_reader.digest_split(
+    assert documents.digest_split("x", choose(), is_held_out=False) != documents.digest_split(
         "x", choose(name="b"), is_held_out=False
     )
     nothing = np.zeros(9, bool)
-    assert row_reader.digest_split("x", nothing, is_held_out=False) == "x"
-    assert row_reader.digest_split("x", nothing, is_held_out=True) != "x"
+    assert documents.digest_split("x", nothing, is_held_out=False) == "x"
+    assert documents.digest_split("x", nothing, is_held_out=True) != "x"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +110,6 @@ def test_one_document_cannot_be_divided():
 def test_a_stored_dataset_of_several_chunks_is_counted_through():
     parts = [test_dataset.tokenized(LENGTHS[:400]), test_dataset.tokenized(LENGTHS[400:])]
     joined = datasets.concatenate_datasets(parts)
-    chosen = row_reader.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
+    chosen = documents.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
     actual = Documents([joined], source_names=["a"], held_out=chosen, use_held_out=True).lengths
     assert actual.tolist() == np.array(LENGTHS)[choose()].tolist()

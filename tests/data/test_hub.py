@@ -8,10 +8,10 @@ import huggingface_hub
 import pytest
 
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import hub as hub_data
 from jaxsp.data import sources, tokenize
+from jaxsp.data import sources as hub_data
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.row_reader import Documents
+from jaxsp.data.documents import Documents
 from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names

@@ -10,10 +10,10 @@ import pytest
 
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
-from jaxsp.data import dataset, row_reader
+from jaxsp.data import dataset, documents
+from jaxsp.data.documents import Documents
 from jaxsp.data.loader import RowPlacement
 from jaxsp.data.packing import PackedEpochs
-from jaxsp.data.row_reader import Documents
 from jaxsp.run import config_file
 from jaxsp.system import device_mesh
 
@@ -243,7 +243,7 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
         ]
         for index, row in enumerate(map(plans.row, order)):
             tokens = documents.read_slice(row, 0, 32)
-            slots = row_reader.make_slots(row, 5)
+            slots = documents.make_slots(row, 5)
             whole = tokens | slots
             assert np.array_equal(actual[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(actual[total:] == (-100 if name == "labels_BL" else 0))
@@ -287,7 +287,7 @@ class Recorded(Documents):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_token_is_read_once(mesh, monkeypatch):
-    make_slots = row_reader.make_slots
+    make_slots = documents.make_slots
     slots_made = []
     monkeypatch.setattr(
         row_reader,

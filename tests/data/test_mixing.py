@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxsp.data.mixing import RowSchedule, RowStream
-from jaxsp.data.packing import PackedEpochs, Segments
+from jaxsp.data.packing import PackedEpochs, RowSchedule, RowStream, Segments
 
 FRACTIONS = (0.55, 0.3, 0.15)
 

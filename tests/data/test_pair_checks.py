@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.records import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
+from jaxsp.data.source import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names, assert_refused

@@ -11,7 +11,7 @@ from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError, at
 from jaxsp.data import sources, tokenize, tokenizers
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.records import (
+from jaxsp.data.source import (
     BARE_ANSWERS,
     FIRST_REFERENCE,
     FIRST_TOKENS,

@@ -7,8 +7,8 @@ import pytest
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data import packing
+from jaxsp.data.documents import Documents
 from jaxsp.data.packing import PackedEpochs
-from jaxsp.data.row_reader import Documents
 from tests.data import test_loader
 
 ROW = 32

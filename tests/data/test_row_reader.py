@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data import packing, row_reader
+from jaxsp.data import documents, packing
+from jaxsp.data.documents import Documents
 from jaxsp.data.packing import Segments
-from jaxsp.data.row_reader import Documents
 
 
 def dataset(documents, labels=None):
@@ -116,9 +116,9 @@ def test_a_slice_of_a_dataset_is_read_in_its_place():
 
 
 def test_slots_are_filled_from_the_front():
-    slots = row_reader.make_slots(row_of((4, 0, 3), (9, 8, 4)), 4)
+    slots = documents.make_slots(row_of((4, 0, 3), (9, 8, 4)), 4)
     assert (slots["starts"].tolist(), slots["lengths"].tolist()) == ([0, 3, 0, 0], [3, 4, 0, 0])
-    empty = row_reader.make_slots(row_of(), 2)
+    empty = documents.make_slots(row_of(), 2)
     assert not np.any([empty["starts"], empty["lengths"]])
 
 

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import cache, sources
+from jaxsp.data import sources, store
 from jaxsp.data.data_config import DataConfig
 from tests.data import source_configs
 from tests.data.source_configs import make_source
@@ -189,7 +189,7 @@ def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
     assert numbers(summary)[:3] == [8, 9, 5]
     assert_names(summary, "data.on_bad_record=skip")
     lenient = settings(on_bad_record="skip", max_bad_records=8)
-    assert cache.find_bad_records(read("a.jsonl", data=lenient), max_examples=1)[0] == 8
+    assert store.find_bad_records(read("a.jsonl", data=lenient), max_examples=1)[0] == 8
     *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
     assert numbers(summary) == [8, 9, 5, 7, 8]
     assert_names(summary, "data.max_bad_records")

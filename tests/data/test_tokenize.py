@@ -17,13 +17,13 @@ import tokenizers as library
 import transformers
 
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import cache, sources, summary, tokenizers
+from jaxsp.data import dataset, sources, store, tokenizers
 from jaxsp.data import tokenize as text
 from jaxsp.data.chat import ChatOptions, RenderedRecord
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.encoding import TextEncoder
+from jaxsp.data.documents import Documents
 from jaxsp.data.plain import Text
-from jaxsp.data.row_reader import Documents
+from jaxsp.data.tokenizers import TextEncoder
 from jaxsp.run import export_command
 from tests.data import chats
 from tests.messages import assert_names, assert_refused
@@ -300,10 +300,10 @@ def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number):
         yield
 
     with pytest.raises(UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"):
-        cache.open_or_build(tmp_path / "jaxsp" / "0123.arrow", fail)
+        store.open_or_build(tmp_path / "jaxsp" / "0123.arrow", fail)
     number = errno.EISDIR
     with pytest.raises(IsADirectoryError):
-        cache.open_or_build(tmp_path / "jaxsp" / "0123.arrow", fail)
+        store.open_or_build(tmp_path / "jaxsp" / "0123.arrow", fail)
     assert not list(tmp_path.rglob("*.arrow")), "half a file would be taken for a whole one"
 
 
@@ -426,7 +426,7 @@ def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_
         if labels is not None:
             column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
             result = datasets.concatenate_datasets([result, column], axis=1)
-        return cache.compute_stats(result).digest
+        return store.compute_stats(result).digest
 
     def features(name):
         return datasets.Features({name: datasets.LargeList(datasets.Value("int32"))})
@@ -457,7 +457,7 @@ def test_the_lowest_and_the_highest_id_have_the_index_of_their_record():
         datasets.Dataset.from_dict({"tokens": lists}, features=features)
         for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])
     ]
-    assert cache.compute_stats(datasets.concatenate_datasets(parts)).extreme_ids == {
+    assert store.compute_stats(datasets.concatenate_datasets(parts)).extreme_ids == {
         "tokens": [(3, 2), (9, 3)]
     }
 
@@ -585,7 +585,7 @@ def test_dates_and_earlier_reasoning_are_parts_of_the_cache_and_counted(tmp_path
         counts = Documents([result.dataset], source_names=["a"]).sources
         assert [source.num_bare_answers for source in counts] == [3]
         options = asked("a.jsonl", earlier_reasoning=earlier)
-        (note,) = summary.describe_bare_answers(counts, options)
+        (note,) = dataset.describe_bare_answers(counts, options)
         assert_names(note, "a", "3", f"data.earlier_reasoning={earlier}")
     assert len({result.stats.digest for result in results}) == 3
     texts = [how["tokenizer"].decode(result.dataset["tokens"][0]) for result in results]

@@ -7,9 +7,9 @@ import pytest
 
 from jaxsp.data import sources, tokenize
 from jaxsp.data.data_config import DataConfig
+from jaxsp.data.documents import Documents
 from jaxsp.data.packing import Segments
-from jaxsp.data.row_reader import Documents
-from jaxsp.data.trajectories import Trajectories
+from jaxsp.data.plain import Trajectories
 from tests import messages
 from tests.messages import assert_refused
 

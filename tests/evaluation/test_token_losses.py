@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.data import dataset
-from jaxsp.data.row_reader import Documents
+from jaxsp.data.documents import Documents
 from jaxsp.evaluation import position_losses
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.position_losses import PositionSums

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import NeedsAttentionError, ProblemCollector, UserError
-from jaxsp.data import cache as token_cache
+from jaxsp.data import store as token_cache
 from jaxsp.data import tokenizers
-from jaxsp.data.cache import DamagedCacheError
-from jaxsp.data.row_reader import Documents
+from jaxsp.data.documents import Documents
+from jaxsp.data.store import DamagedCacheError
 from jaxsp.run import config_file, data_sets
 from tests import batches
 from tests.data.test_row_reader import row_of

@@ -12,7 +12,7 @@ import numpy as np
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.data import dataset
 from jaxsp.data.dataset import PackedDataset
-from jaxsp.data.row_reader import Documents
+from jaxsp.data.documents import Documents
 from jaxsp.training.specs import StepSpec
 from tests.training import runs
 

@@ -14,8 +14,8 @@ import pytest
 
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.data import dataset
-from jaxsp.data.records import TOKEN_NUMBERS
-from jaxsp.data.row_reader import Documents
+from jaxsp.data.documents import Documents
+from jaxsp.data.source import TOKEN_NUMBERS
 from jaxsp.objectives.policy import Policy
 from jaxsp.training.specs import StepSpec
 from tests.training import runs

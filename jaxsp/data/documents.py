@@ -4,34 +4,30 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import pyarrow.compute as pc
 
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT, PREDICTIONS
 from jaxsp.core.errors import UserError
-from jaxsp.data import cache, packing
-from jaxsp.data.cache import CheckedIds, TokenStats
+from jaxsp.data import packing
 from jaxsp.data.packing import Segments
-from jaxsp.data.records import (
+from jaxsp.data.source import (
     BARE_ANSWERS,
     FIRST_REFERENCE,
     FIRST_TOKENS,
     IS_DESIRABLE,
     SECOND_REFERENCE,
 )
-
-if TYPE_CHECKING:
-    import datasets
+from jaxsp.data.store import CheckedIds, TokenizedSource, list_bad_records
 
 EVAL_SET_NAME = "held_out"
 
 
 def select_records(
-    tokenized: "Sequence[datasets.Dataset]",
+    tokenized: Sequence[TokenizedSource],
     *,
     source_names: Sequence[str],
     fraction: float,
@@ -46,12 +42,12 @@ def select_records(
     Raises: UserError if every document would be held out.
     """
     draws = []
-    lengths = [pc.list_value_length(each.data.column("tokens")).to_numpy() for each in tokenized]
-    for dataset, name in zip(tokenized, source_names, strict=True):
+    lengths = [each.num_tokens for each in tokenized]
+    for length, name in zip(lengths, source_names, strict=True):
         # Philox is a counter-based generator: its n-th number is a hash of key and counter. NumPy
         # guarantees its stream (NEP 19), unlike those of the distributions.
         key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]
-        raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(len(dataset))
+        raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(len(length))
         draws.append((raw >> np.uint64(11)) * 2.0**-53)
     # a document of one token has no loss
     usable = np.sort(np.concatenate(draws)[np.concatenate(lengths) > 1])
@@ -89,29 +85,21 @@ class SourceCounts:
     num_loss_tokens: int
     num_skipped: int
     """Bad records."""
-    skipped_examples: tuple[str, ...]
+    first_skipped: str
+    """Place and problem of the first of them."""
     num_empty: int
     """Records without a token."""
-    num_split: int
-    """Documents longer than a row that are split into segments."""
-    num_truncated: int
-    num_tokens_truncated: int
-    num_dropped: int
-    num_tokens_dropped: int
+    num_long: int
+    """Documents longer than a row, which are split, truncated or dropped."""
+    num_tokens_cut: int
+    """Tokens that truncation leaves out, or tokens of dropped documents."""
     num_without_loss: int
     """Documents without a loss token, which are left out."""
-    num_segments_without_loss: int
-    """Segments without a loss token of other documents, which are left out."""
     num_tokens_without_loss: int
-    """Tokens of these documents and segments."""
+    """Tokens of these documents, and of segments of others without a loss token."""
     num_bare_answers: int
     """Answers whose thinking the chat template dropped: see data.earlier_reasoning."""
     num_held_out: int
-    num_tokens_held_out: int
-
-    def has_long_documents(self) -> bool:
-        """True if there are documents longer than a row."""
-        return bool(self.num_split or self.num_truncated or self.num_dropped)
 
 
 class StoredPredictions(NamedTuple):
@@ -123,80 +111,68 @@ class StoredPredictions(NamedTuple):
     """Number of values of a token: see `core.batch.PREDICTIONS`."""
 
 
-_Chunk = dict[str, CheckedIds]
-"""Tokens that are stored together; the labels, which are targets of the tokens before; and of each
-label its weight, if the documents have weights, and other numbers by their names."""
+class _Stored(NamedTuple):
+    """Documents of one source, used or not."""
+
+    tokenized: TokenizedSource
+    arrays: Mapping[str, CheckedIds]
+    """Those of the source, always with labels, which are targets of the tokens before."""
+    lengths: np.ndarray
+    starts: np.ndarray
+    """First token of each document in the arrays."""
+
+    def find_place(self, document: int) -> str:
+        """Returns the place of a document's record."""
+        return self.tokenized.records["place"][document // self.tokenized.per_record].as_py()
 
 
-def _read_chunks(
-    dataset: "datasets.Dataset", stats: TokenStats | None, numbers: Sequence[str]
-) -> tuple[list[_Chunk], list[np.ndarray]]:
-    """Returns the chunks of a dataset, and the borders of the documents in each.
-    Args: stats: checksums of the ids, if known. numbers: columns of numbers to read."""
-    columns: dict[str, list[CheckedIds]] = {}
-    borders: list[np.ndarray] = []
-    for name in (*numbers, "weights", "labels", "tokens"):
-        if name not in dataset.column_names:
-            continue
-        lists = [*cache.read_lists(dataset, name)]
-        borders = [offsets for offsets, _ in lists]  # the same for all columns
-        values = [values for _, values in lists]
-        columns[name] = stats.check_blocks(name, values) if stats else [*map(CheckedIds, values)]
-    columns.setdefault("labels", columns["tokens"])
-    if count_documents_per_record(dataset) == 2:
-        ends = np.cumsum([len(offsets) - 1 for offsets in borders])
-        first_tokens = np.split(dataset.data.column(FIRST_TOKENS).to_numpy(), ends[:-1])
-        borders = [
-            np.append(np.stack([offsets[:-1], offsets[:-1] + first], axis=1), offsets[-1])
-            for offsets, first in zip(borders, first_tokens, strict=True)
-        ]
-    return [
-        dict(zip(columns, parts, strict=True)) for parts in zip(*columns.values(), strict=True)
-    ], borders
+def _open(tokenized: TokenizedSource) -> _Stored:
+    lengths = tokenized.num_tokens
+    if tokenized.per_record == 2:
+        first = tokenized.records[FIRST_TOKENS].to_numpy()
+        lengths = np.stack([first, lengths - first], axis=1).ravel()
+    arrays = {"labels": tokenized.arrays["tokens"], **tokenized.arrays}
+    return _Stored(tokenized, arrays, lengths, np.cumsum(lengths) - lengths)
 
 
-def _count_loss_tokens(
-    segments: Segments, used: np.ndarray, chunks: list[_Chunk], borders: list[np.ndarray]
-) -> np.ndarray:
+_SLAB_TOKENS = 2**24
+"""Labels to count together, in about 80 MB of memory."""
+
+
+def _count_loss_tokens(segments: Segments, used: np.ndarray, stored: _Stored) -> np.ndarray:
     """Number of loss tokens of each segment. Args: used: number of tokens of each document."""
     # targets are first + 1 to last: a document's first token is never one
-    first = segments.offset
-    last = np.minimum(first + segments.length, used[segments.document] - 1)
-    num_loss = last - first
-    begin = 0
-    for chunk, starts in zip(chunks, borders, strict=True):
-        end = begin + len(starts) - 1
-        if chunk["labels"] is not chunk["tokens"]:
-            is_target = chunk["labels"].read_all() != NO_LABEL
+    last = np.minimum(segments.offset + segments.length, used[segments.document] - 1)
+    num_loss = last - segments.offset
+    labels = stored.arrays["labels"]
+    if labels is stored.arrays["tokens"] or not len(num_loss):
+        return num_loss
+    begin = stored.starts[segments.document] + segments.offset + 1
+    end = begin + num_loss
+    for part in np.array_split(np.arange(len(begin)), 1 + end[-1] // _SLAB_TOKENS):
+        if len(part):
+            first = begin[part[0]]
+            is_target = labels.read(int(first), int(end[part[-1]])) != NO_LABEL
             num_before = np.append(np.int32(0), np.cumsum(is_target, dtype=np.int32))
-            part = slice(*np.searchsorted(segments.document, [begin, end]))
-            target = starts[segments.document[part] - begin] + 1
-            num_loss[part] = num_before[target + last[part]] - num_before[target + first[part]]
-        begin = end
+            num_loss[part] = num_before[end[part] - first] - num_before[begin[part] - first]
     return num_loss
 
 
-def count_documents_per_record(dataset: "datasets.Dataset") -> int:
-    """Number of documents of each record of a tokenized dataset."""
-    return 2 if FIRST_TOKENS in dataset.column_names else 1
-
-
 class Documents:
-    """Documents of tokenized datasets, one dataset after another.
+    """Documents of tokenized sources, one source after another.
 
     Documents and segments without a loss token are left out: they would cost steps and teach
     nothing. The loss of the token before a cut is in the segment that ends there.
 
     Args:
-        held_out: for each dataset, True for the records that are held out for evaluation. They are
+        held_out: for each source, True for the records that are held out for evaluation. They are
             left out, or with `use_held_out` the others are. None: no record is held out.
         row_tokens: tokens of a row; None: documents have any length.
-        stats: statistics of the datasets, with checksums of what is read; None: not checked.
         has_scores: give the last token of each document a label, 0, and no other token: a reward
             model scores documents there.
         numbers: names of the numbers of tokens that records have. Documents are then not cut.
         equal_numbers: those that must be equal for all loss tokens of a document.
-    Reads: only the requested tokens, from the Arrow files that `datasets` maps into memory.
+    Reads: only the requested tokens, from the files that are mapped into memory.
     Raises:
         UserError for a document that is too long for a row or for the model's positions, and if no
         token has a label; DamagedCacheError.
@@ -204,39 +180,35 @@ class Documents:
 
     def __init__(
         self,
-        tokenized: "Sequence[datasets.Dataset]",
+        tokenized: Sequence[TokenizedSource],
         *,
         source_names: Sequence[str] | None = None,
         held_out: Sequence[np.ndarray] | None = None,
         use_held_out: bool = False,
         row_tokens: int | None = None,
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
-        stats: Sequence[TokenStats] | None = None,
         has_scores: bool = False,
         numbers: Sequence[str] = (),
         equal_numbers: Sequence[str] = (),
     ):
-        self._tokenized = tokenized
+        self._stored = [*map(_open, tokenized)]
+        self._arrays = [each.arrays for each in self._stored]
         self._has_scores = has_scores
         self.numbers = numbers
         """Names of the numbers of tokens that batches have."""
         self.long_documents = long_documents
-        self.per_record = count_documents_per_record(tokenized[0])
+        self.per_record = tokenized[0].per_record
         """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
-        self._source_ends = np.cumsum([self.per_record * len(each) for each in tokenized])
+        self._source_ends = np.cumsum([len(each.lengths) for each in self._stored])
         self.sources: list[SourceCounts] = []
-        self._chunks: list[_Chunk] = []
-        borders: list[np.ndarray] = []
         kept_segments: list[Segments] = []
         used_tokens: list[np.ndarray] = []
         kept: list[np.ndarray] = []
-        longest_stored = 0
-        for number, dataset in enumerate(tokenized):
-            chunks, parts = _read_chunks(dataset, stats[number] if stats else None, self.numbers)
-            stored = np.concatenate([*map(np.diff, parts)])
-            _check_lengths(dataset, stored, row_tokens, long_documents, is_whole=bool(self.numbers))
-            if self.numbers:
-                _check_numbers(dataset, chunks, parts, equal_numbers)
+        for number, source in enumerate(self._stored):
+            stored = source.lengths
+            _check_lengths(source, row_tokens, long_documents, is_whole=bool(numbers))
+            if numbers:
+                _check_numbers(source, numbers, equal_numbers)
             is_in_split = np.ones(len(stored), bool)
             if held_out is not None:
                 is_in_split = np.repeat(held_out[number] == use_held_out, self.per_record)
@@ -247,23 +219,19 @@ class Documents:
                 is_long = (stored.reshape(-1, self.per_record) > row_tokens).any(1)
                 used *= ~np.repeat(is_long, self.per_record)
             segments = packing.split_documents(used, row_tokens)
-            num_loss = _count_loss_tokens(segments, used, chunks, parts)
+            num_loss = _count_loss_tokens(segments, used, source)
             is_kept = np.bincount(segments.document, num_loss > 0, minlength=len(used)) > 0
             is_kept = np.repeat(is_kept.reshape(-1, self.per_record).all(1), self.per_record)
             has_loss = (num_loss > 0) & is_kept[segments.document]
-
-            is_truncated = (used > 0) & (used < stored)
-            is_dropped = is_in_split & (used == 0) & (stored > 0)
-            is_held_out = ~is_in_split & (not use_held_out)
+            is_cut = is_in_split & (used < stored)
+            is_empty = is_in_split & (stored == 0)
+            records = source.tokenized.records
             # a bad record has no tokens, and records without tokens are never held out
-            num_empty = int(np.sum(is_in_split & (stored == 0))) // self.per_record
-            num_skipped = 0
-            skipped: list[dict[str, Any]] = []
-            if num_empty and "problem" in dataset.column_names:
-                num_skipped, skipped = cache.find_bad_records(dataset, max_examples=3)
+            bad = list_bad_records(records) if is_empty.any() else []
             bare_answers = np.zeros(1, np.int32)
-            if BARE_ANSWERS in dataset.column_names:
-                bare_answers = dataset.data.column(BARE_ANSWERS).to_numpy()
+            if BARE_ANSWERS in records.column_names:
+                bare_answers = records[BARE_ANSWERS].to_numpy()
+            is_split = np.bincount(segments.document, minlength=len(used)) > 1
 
             def count(mask: np.ndarray, numbers: np.ndarray | int = 1) -> int:
                 return int(np.sum(mask * numbers))
@@ -273,31 +241,23 @@ class Documents:
                     name=source_names[number] if source_names else str(number),
                     num_documents=count(is_kept),
                     num_tokens=count(has_loss, segments.length),
-                    num_loss_tokens=count(num_loss),
-                    num_skipped=num_skipped,
-                    skipped_examples=tuple(f"{x['place']}: {x['problem']}" for x in skipped),
-                    num_empty=num_empty - num_skipped,
-                    num_split=count(np.bincount(segments.document) > 1),
-                    num_truncated=count(is_truncated),
-                    num_tokens_truncated=count(is_truncated, stored - used),
-                    num_dropped=count(is_dropped),
-                    num_tokens_dropped=count(is_dropped, stored),
+                    num_loss_tokens=count(has_loss, num_loss),
+                    num_skipped=len(bad),
+                    first_skipped=bad[0] if bad else "",
+                    num_empty=count(is_empty) // self.per_record - len(bad),
+                    num_long=count(is_cut | is_split),
+                    num_tokens_cut=count(is_cut, stored - used),
                     num_without_loss=count((used > 0) & ~is_kept),
-                    num_segments_without_loss=count(~has_loss & is_kept[segments.document]),
                     num_tokens_without_loss=count(~has_loss, segments.length),
                     num_bare_answers=count(is_kept[:: self.per_record], bare_answers),
-                    num_held_out=count(is_held_out),
-                    num_tokens_held_out=count(is_held_out, stored),
+                    num_held_out=0 if use_held_out else count(~is_in_split),
                 )
             )
             segments = segments.select(has_loss)
             new = np.cumsum(is_kept) - 1 + sum(map(np.count_nonzero, kept))
             kept_segments.append(dataclasses.replace(segments, document=new[segments.document]))
-            self._chunks += chunks
-            borders += parts
             used_tokens.append(used)
             kept.append(is_kept)
-            longest_stored = max(longest_stored, int(stored.max(initial=0)))
         self.segments = packing.concatenate(kept_segments)
         """Segments of the documents, which are numbered from 0."""
         is_kept = np.concatenate(kept)
@@ -305,10 +265,9 @@ class Documents:
         """Number of tokens of each document, up to which it has segments."""
         self._index = np.flatnonzero(is_kept)
         """Index among the stored documents of each document."""
-        num_stored = [len(part) - 1 for part in borders]
-        self._chunk = np.repeat(np.arange(len(borders)), num_stored)[is_kept]
-        self._start = np.concatenate([part[:-1] for part in borders])[is_kept]
-        """First token of each document in its chunk."""
+        self._source = self._find_source(self._index)
+        self._start = np.concatenate([each.starts for each in self._stored])[is_kept]
+        """First token of each document in its source."""
         self.is_desirable = self._read_column(IS_DESIRABLE)
         """Label of each pair's record; None if the records have none."""
         self.references = self._read_references()
@@ -316,17 +275,21 @@ class Documents:
         jaxsp then computes it before it trains."""
         self.has_given_references = self.references is not None
         """True if the records have the log-probabilities of the reference model."""
-        self.has_weights = any("weights" in chunk for chunk in self._chunks)
+        self.has_weights = any("weights" in arrays for arrays in self._arrays)
         self.predictions: StoredPredictions | None = None
         """A teacher's stored predictions."""
-        self._check_documents(row_tokens, longest_stored)
+        self._check_documents(row_tokens)
+
+    def _find_source(self, index: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._source_ends, index, side="right")
 
     def _read_column(self, name: str) -> np.ndarray | None:
         """Value of each pair's record in a column; None if the tokenized records do not have it."""
-        if not all(name in dataset.column_names for dataset in self._tokenized):
+        tables = [each.tokenized.records for each in self._stored]
+        if not all(name in table.column_names for table in tables):
             return None
-        values = [dataset.data.column(name).to_numpy() for dataset in self._tokenized]
-        return np.concatenate(values)[self._index[::2] // 2]
+        values = np.concatenate([table[name].to_numpy() for table in tables])
+        return values[self._index[::2] // 2]
 
     def _read_references(self) -> np.ndarray | None:
         """Log-probabilities of the reference model that the records have: all, or none."""
@@ -345,7 +308,7 @@ class Documents:
             )
         return references
 
-    def _check_documents(self, row_tokens: int | None, longest_stored: int) -> None:
+    def _check_documents(self, row_tokens: int | None) -> None:
         longest = int(self.lengths.max(initial=0))
         if longest > POSITION_LIMIT:
             raise UserError(
@@ -355,18 +318,14 @@ class Documents:
             )
         if self.num_loss_tokens > 0:
             return
-        is_cut = row_tokens is not None and longest_stored > row_tokens
-        if (
-            is_cut
-            and self.long_documents != "split"
-            and any((chunk["labels"].read_all() != NO_LABEL).any() for chunk in self._chunks)
-        ):
+        longest = max(int(each.lengths.max(initial=0)) for each in self._stored)
+        if row_tokens is not None and longest > row_tokens and self.long_documents != "split":
             can_split = self.per_record == 1 and not self.numbers
             split = "data.long_documents=split, or " if can_split else ""
             raise UserError(
                 f"data.long_documents = {self.long_documents} leaves no token with a loss: "
-                f"rows have {row_tokens:,} tokens, and documents up to {longest_stored:,}. Use "
-                f"{split}a data.row_tokens of at least {longest_stored:,}."
+                f"rows have {row_tokens:,} tokens, and documents up to {longest:,}. Use "
+                f"{split}a data.row_tokens of at least {longest:,}."
             )
         raise UserError(
             "at least one token must have a label. Give documents of two tokens or more, "
@@ -391,17 +350,19 @@ class Documents:
 
     def find_sources(self, documents: np.ndarray) -> np.ndarray:
         """Number of each document's source."""
-        return np.searchsorted(self._source_ends, self._index[documents], side="right")
+        return self._source[documents]
 
     def find_origin(self, document: int) -> dict[str, Any]:
         """Returns the source of a document, and index and location of its record there. Records
         that are left out are counted."""
-        number = int(self.find_sources(np.array(document)))
-        dataset = self._tokenized[number]
-        begin = int(self._source_ends[number]) // self.per_record - len(dataset)
-        record = int(self._index[document]) // self.per_record - begin
-        source = self.sources[number].name
-        return {"source": source, "record_index": record, "location": dataset[record]["place"]}
+        number = int(self._source[document])
+        stored = self._stored[number]
+        index = int(self._index[document] - self._source_ends[number]) + len(stored.lengths)
+        return {
+            "source": self.sources[number].name,
+            "record_index": index // self.per_record,
+            "location": stored.find_place(index),
+        }
 
     def read_slice(self, row: Segments, begin: int, end: int) -> dict[str, np.ndarray]:
         """Returns tokens, labels and positions of the tokens `begin` to `end` of a row, int32.
@@ -433,19 +394,19 @@ class Documents:
         # Arithmetic is vectorized over the segments: a row of 468 takes 2 ms instead of 3.3 (2
         # cores, both busy).
         segments = zip(
-            self._chunk[document].tolist(),
+            self._source[document].tolist(),
             (self._start[document] + first_token).tolist(),
             (left - begin).tolist(),
             num_tokens.tolist(),
             num_labels.tolist(),
             strict=True,
         )
-        for chunk_number, start, at, count, label_count in segments:
-            chunk = self._chunks[chunk_number]
-            part["tokens"][at : at + count] = chunk["tokens"].read(start, start + count)
+        for source, start, at, count, label_count in segments:
+            arrays = self._arrays[source]
+            part["tokens"][at : at + count] = arrays["tokens"].read(start, start + count)
             first = start + 1
             for name in ("labels", *numbers):
-                part[name][at : at + label_count] = chunk[name].read(first, first + label_count)
+                part[name][at : at + label_count] = arrays[name].read(first, first + label_count)
         if self.predictions is not None:
             stored, width = self.predictions
             part[PREDICTIONS] = np.zeros((size, width), np.int32)
@@ -477,60 +438,41 @@ def make_slots(
 
 
 def _check_lengths(
-    dataset: "datasets.Dataset",
-    lengths: np.ndarray,
-    row_tokens: int | None,
-    long_documents: str,
-    *,
-    is_whole: bool,
+    source: _Stored, row_tokens: int | None, long_documents: str, *, is_whole: bool
 ) -> None:
     """Checks that no document is longer than a row, unless it may be split. The documents of a pair
     are not split, because attention would not see the whole of them.
     Args: is_whole: True if documents are not cut at all, because their losses depend on it."""
-    per_record = count_documents_per_record(dataset)
     may_be_long: tuple[str, ...] = ("split", "truncate", "drop")
-    if is_whole or per_record == 2:
+    if is_whole or source.tokenized.per_record == 2:
         may_be_long = ("drop",) if is_whole else ("truncate", "drop")
     if row_tokens is None or long_documents in may_be_long:
         return
-    too_long = np.flatnonzero(lengths > row_tokens)
-    if not len(too_long):
-        return
-    first = int(too_long[0])
-    place = dataset[first // per_record]["place"]
-    others = ""
-    if num_others := len(too_long) - 1:
-        noun = "document is" if num_others == 1 else "documents are"
-        others = f" {num_others:,} other {noun} too long."
-    raise UserError(
-        f"data.long_documents = {long_documents}: {place} has {lengths[first]:,} tokens, "
-        f"but a row has {row_tokens:,}.{others} Use {errors.format_choices(may_be_long)}, or a "
-        f"data.row_tokens of at least {lengths.max():,}.",
-        is_named=True,
-    )
+    too_long = np.flatnonzero(source.lengths > row_tokens)
+    if len(too_long):
+        first = int(too_long[0])
+        raise UserError(
+            f"data.long_documents = {long_documents}: {source.find_place(first)} has "
+            f"{source.lengths[first]:,} tokens, but a row has {row_tokens:,}. Of this source, "
+            f"{len(too_long):,} are too long. Use {errors.format_choices(may_be_long)}, or a "
+            f"data.row_tokens of at least {source.lengths.max():,}.",
+            is_named=True,
+        )
 
 
-def _check_numbers(
-    dataset: "datasets.Dataset",
-    chunks: list[_Chunk],
-    borders: list[np.ndarray],
-    equal_numbers: Sequence[str],
-) -> None:
-    """Checks that all loss tokens have the numbers of the chunks, and those of a document the same
+def _check_numbers(source: _Stored, numbers: Sequence[str], equal_numbers: Sequence[str]) -> None:
+    """Checks that all loss tokens have these numbers, and those of a document the same
     `equal_numbers`."""
-    begin = 0
-    for chunk, starts in zip(chunks, borders, strict=True):
-        targets = np.flatnonzero(chunk["labels"].read_all() != NO_LABEL)
-        document = np.searchsorted(starts, targets, side="right") - 1
-        for name in [x for x in chunk if x not in ("tokens", "labels", "weights")]:
-            values = chunk[name].read_all()[targets]
-            wrong = document[~np.isfinite(values)]
-            problem = f"has no {name}, which the objective needs. Add them, or leave it out."
-            if name in equal_numbers and not len(wrong):
-                wrong = document[1:][(np.diff(values) != 0) & (np.diff(document) == 0)]
-                problem = f"has different {name} of its tokens, and with ratios of trajectories "
-                problem += "(objective.importance_sampling_level) must have one. Give one number."
-            if len(wrong):
-                place = dataset[begin + int(wrong[0])]["place"]
-                raise UserError(f"{place}: {problem}", is_named=True)
-        begin += len(starts) - 1
+    total = int(source.lengths.sum())
+    targets = np.flatnonzero(source.arrays["labels"].read(0, total) != NO_LABEL)
+    document = np.searchsorted(source.starts, targets, side="right") - 1
+    for name in numbers:
+        values = source.arrays[name].read(0, total)[targets]
+        wrong = document[~np.isfinite(values)]
+        problem = f"has no {name}, which the objective needs. Add them, or leave it out."
+        if name in equal_numbers and not len(wrong):
+            wrong = document[1:][(np.diff(values) != 0) & (np.diff(document) == 0)]
+            problem = f"has different {name} of its tokens, and with ratios of trajectories "
+            problem += "(objective.importance_sampling_level) must have one. Give one number."
+        if len(wrong):
+            raise UserError(f"{source.find_place(int(wrong[0]))}: {problem}", is_named=True)
