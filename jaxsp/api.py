@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
-import pyarrow as pa
 import rich.console
 from jax.experimental import multihost_utils
 
@@ -25,18 +24,13 @@ from jaxsp.core import exit_codes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.core.units import GIB, format_count
-from jaxsp.data import in_memory
-from jaxsp.data.chat import chat_template
+from jaxsp.data import chat_template, dataset, in_memory, sources, store, tokenizers
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.formats.trajectories import Trajectories
-from jaxsp.data.ingest import sources
-from jaxsp.data.ingest.cache import make_lists
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import tokenizers
-from jaxsp.data.tokenization.encoding import TextEncoder
-from jaxsp.data.tokenization.tokenize import encode_examples
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.documents import Documents
+from jaxsp.data.plain import Trajectories
+from jaxsp.data.tokenize import encode_examples
+from jaxsp.data.tokenizers import TextEncoder
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
@@ -671,20 +665,17 @@ class Trainer:
     ) -> PackedDataset:
         """Checks documents and plans their rows. Args: name: of the data set. needs: numbers
         of tokens that records have."""
-        import datasets
-
         columns: dict[str, Any] = {}
         problems = ProblemCollector()
         with problems.collect():
             columns = self._make_columns(documents, labels, weights, needs=needs)
         if jax.process_count() > 1:
             with problems.collect():  # all take part, also one with bad documents
-                _check_equal(columns.values())
+                _check_equal(columns)
         problems.raise_if_any()
-        places = columns.pop("place")
         with at("documents"):
             packed = Documents(
-                [datasets.Dataset(pa.table(columns | {"place": pa.array(places)}))],
+                [store.from_columns(columns)],
                 source_names=["documents"],
                 row_tokens=self.spec.config.row_tokens,
                 long_documents=self.config.data.long_documents,
@@ -715,8 +706,8 @@ class Trainer:
 
         ids = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
         tokens = _make_column("documents", documents, None, np.int32, is_id, ids)
-        lengths = tokens.value_lengths().to_pylist()
-        columns = {"tokens": tokens}
+        lengths = [*map(len, tokens)]
+        columns: dict[str, Any] = {"tokens": tokens}
         if labels is not None:
             is_label = lambda values: is_id(values) | (values == NO_LABEL)
             rule = f"{ids}, or {NO_LABEL}"
@@ -731,13 +722,13 @@ class Trainer:
         return columns | {"place": places} | numbers
 
 
-def _check_equal(columns: Iterable[Any]) -> None:
+def _check_equal(columns: Mapping[str, Any]) -> None:
     """Checks that all processes have the same documents. Raises: UserError if not."""
     digest = hashlib.sha256()
-    for each in columns:
-        if isinstance(each, pa.LargeListArray):
-            digest.update(each.offsets.to_numpy())
-            digest.update(each.values.to_numpy())
+    for arrays in (values for name, values in columns.items() if name != "place"):
+        digest.update(np.array([*map(len, arrays)]).data)
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).data)
     own = np.frombuffer(digest.digest(), np.uint32)
     is_other = (multihost_utils.process_allgather(own) != own).any(axis=1)
     if is_other.any():
@@ -761,13 +752,13 @@ def _read_trajectories(
             entries.append(source.convert(record))
             places.append(f"documents[{number}]")
         except UserError as error:
-            bad.append({"place": f"documents[{number}]", "problem": str(error)})
-    sources.check_bad_records(len(bad), len(entries) + len(bad), bad, data=data)
+            bad.append(f"documents[{number}]: {error}")
+    sources.check_bad_records(bad, data=data)
     if bad:
         count = format_count(len(bad), "bad record")
-        distributed.log(f"{count} left out; the first: {bad[0]['place']}: {bad[0]['problem']}")
+        distributed.log(f"{count} left out; the first: {bad[0]}")
     column = lambda name: [entry[name] for entry in entries]
-    numbers = {name: make_lists(column(name)) for name in source.numbers if entries}
+    numbers = {name: column(name) for name in source.numbers}
     return column("input_ids"), column("labels"), numbers | {"place": places}
 
 
@@ -885,7 +876,7 @@ def _make_column(
     dtype: type[np.number],
     is_valid: Callable[[np.ndarray], np.ndarray],
     rule: str,
-) -> pa.LargeListArray:
+) -> list[np.ndarray]:
     """Makes a column of lists of numbers.
 
     Args: lengths: those of the documents; None for the documents themselves.
@@ -926,4 +917,4 @@ def _make_column(
         number = int(np.searchsorted(ends, wrong[0], side="right")) - 1
         index = int(wrong[0] - ends[number])
         raise UserError(f"{name}[{number}][{index}] = {numbers[wrong[0]]}: must be {rule}.")
-    return pa.LargeListArray.from_arrays(ends, numbers.astype(dtype))
+    return [array.astype(dtype) for array in arrays]

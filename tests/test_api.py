@@ -18,7 +18,7 @@ import jaxsp
 from jaxsp.config import yaml_io
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
 from jaxsp.run import build, config_file
@@ -27,7 +27,7 @@ from jaxsp.sharding import host_offload, sharding
 from jaxsp.system import distributed
 from jaxsp.training import compile_options, train_state
 from tests import batches, commands, markdown, messages
-from tests.data.chat import chats
+from tests.data import chats
 
 SETTINGS = {
     "run": {"steps": 3},

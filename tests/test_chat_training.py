@@ -13,7 +13,7 @@ from jaxsp import export
 from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
 from tests import batches, commands, messages, small_runs
-from tests.data.chat import chats
+from tests.data import chats
 
 pytestmark = pytest.mark.e2e
 

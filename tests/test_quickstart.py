@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxsp.checkpoint import reader, run_paths
-from jaxsp.data.packing.packing import Segments
+from jaxsp.data.packing import Segments
 from jaxsp.run import build, config_file
 from jaxsp.training import step_gradients
 from tests import markdown, tolerances

@@ -15,9 +15,8 @@ from jaxsp import cli, export, train
 from jaxsp.config import yaml_io
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat
-from jaxsp.data.chat.chat import ChatOptions
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import chat, tokenizers
+from jaxsp.data.chat import ChatOptions
 from jaxsp.run import build, config_file
 from tests import batches, commands, messages, small_runs
 

@@ -13,7 +13,7 @@ import transformers
 from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.data.packing.loader import BatchLoader
+from jaxsp.data.loader import BatchLoader
 from jaxsp.run import build, config_file, trainer
 from jaxsp.run.step_log import StepLog
 from tests import batches, commands, markdown, messages

@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxsp.blocks import layers, rope
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.loader import StepCounts
-from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data import dataset
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.documents import Documents
+from jaxsp.data.loader import StepCounts
 from jaxsp.evaluation import long_ppl, token_losses
 from jaxsp.evaluation.long_ppl import LongPPL
 from jaxsp.evaluation.position_losses import PositionFields, PositionSums
@@ -82,7 +82,7 @@ def identify_eval_set(data: PackedDataset) -> dict[str, str]:
     """Returns the name and the digest of an eval set: of tokens, labels, and cuts of documents
     longer than a row. With the same digest, the same weights have the same loss up to rounding."""
     parts = [*data.digests, hashlib.sha256(data.documents.lengths.tobytes()).hexdigest()]
-    if any(source.has_long_documents() for source in data.documents.sources):
+    if any(source.num_long for source in data.documents.sources):
         parts += [data.documents.long_documents, str(data.stream.row_tokens)]
     return {"name": data.name, "digest": hashlib.sha256(" ".join(parts).encode()).hexdigest()}
 

@@ -18,8 +18,8 @@ from jaxsp.blocks import layers
 from jaxsp.core import files
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.units import format_count
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data import dataset
+from jaxsp.data.dataset import PackedDataset
 from jaxsp.evaluation.evaluator import Evaluator, SettingFields, describe_settings
 from jaxsp.tasks.task import Sample
 from jaxsp.training.metric_table import Line

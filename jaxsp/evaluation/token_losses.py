@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing.loader import StepCounts
+from jaxsp.data.loader import StepCounts
 from jaxsp.training.step_gradients import BatchLosses
 
 

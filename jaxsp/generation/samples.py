@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxsp.blocks.layers import Weights
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.packing import Segments
-from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.documents import Documents
+from jaxsp.data.packing import Segments
 from jaxsp.generation.generator import Generator
 from jaxsp.training.specs import StepSpec
 

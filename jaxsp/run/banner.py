@@ -12,7 +12,7 @@ from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
 from jaxsp.core import durations
 from jaxsp.core.units import format_count
-from jaxsp.data.packing import summary
+from jaxsp.data import dataset
 from jaxsp.evaluation import retrieval
 from jaxsp.hf import context_range, folder, multimodal
 from jaxsp.objectives.distill import find_teacher
@@ -48,7 +48,7 @@ def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
     if start.step:
         steps += f" ({len(run.schedule):,} remaining)"
     steps += f" of {format_count(num_tokens, 'token')}"
-    if epochs := summary.describe_epochs(run.train_set, run.schedule, config.run.epochs):
+    if epochs := dataset.describe_epochs(run.train_set, run.schedule, config.run.epochs):
         steps += f"; {epochs}"
     batch = step_descriptions.describe_batch(spec) + auto.get("batch.rows_per_microbatch", "")
     optimizers = optimizer.describe(
@@ -98,7 +98,7 @@ def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
         BannerEntry("start", origin),
         BannerEntry("changed", ", ".join(start.config_changes)),
         *itertools.starmap(
-            BannerEntry, summary.describe_data(run.train_set, config.data, run.schedule)
+            BannerEntry, dataset.describe_data(run.train_set, config.data, run.schedule)
         ),
         BannerEntry("stop", stops),
         BannerEntry("note", multimodal.describe_missing(fields, run.small_files)),
@@ -131,7 +131,7 @@ def _describe_evaluation(run: Run) -> str:
         times.append("after every epoch")
     elif config.eval_every is not None:
         times.append(f"every {format_count(config.eval_every, 'step')}")
-    names = [f"{data.name} ({summary.describe_documents(data)})" for data in run.eval_sets]
+    names = [f"{data.name} ({dataset.describe_documents(data)})" for data in run.eval_sets]
     text = " and ".join(filter(None, (", ".join(times), "after the last step")))
     text += f": {', '.join(filter(None, (*names, tasks)))}"
     if config.early_stopping_patience is not None:

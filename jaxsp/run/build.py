@@ -12,7 +12,7 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import run_paths
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
-from jaxsp.data.tokenization import encoding
+from jaxsp.data import tokenizers
 from jaxsp.evaluation import evaluator, long_ppl
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import token_ids
@@ -243,7 +243,7 @@ def _make_task_samples(config: Config, tokenizer: Any) -> Samples:
             "eval.tasks: a reward model predicts no tokens, so it has no answers. Leave the tasks "
             "out."
         )
-    first_ids = np.array(encoding.surrounding_tokens(tokenizer)[0], np.int32)
+    first_ids = np.array(tokenizers.surrounding_tokens(tokenizer)[0], np.int32)
     tokenize = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     made: dict[str, list[Sample]] = {}
     problems = ProblemCollector()

@@ -11,15 +11,11 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector, at
 from jaxsp.core.units import format_count
-from jaxsp.data.chat import chat_template
-from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import sources
-from jaxsp.data.ingest.cache import DamagedCacheError
-from jaxsp.data.packing import dataset, row_reader, summary
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import tokenize
-from jaxsp.data.tokenization.tokenize import TokenizedSource
+from jaxsp.data import chat_template, dataset, sources, tokenize
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.documents import EVAL_SET_NAME, Documents, digest_split, select_records
+from jaxsp.data.source import Source
+from jaxsp.data.store import DamagedCacheError, TokenizedSource
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.run import model_files
 from jaxsp.run.config_file import Config
@@ -134,8 +130,8 @@ def _pack_sources(
     }
     held_out: Any = None  # a mask for each training source
     if config.data.eval_fraction is not None:
-        held_out = row_reader.select_records(
-            [tokenized[field].dataset for field in opened.train],
+        held_out = select_records(
+            [tokenized[field] for field in opened.train],
             source_names=[names[field] for field in opened.train],
             fraction=config.data.eval_fraction,
             seed=config.run.seed,
@@ -146,7 +142,7 @@ def _pack_sources(
         for field, source in opened.evals.items()
     ]
     if held_out is not None:
-        sets.append((row_reader.EVAL_SET_NAME, "data.eval_fraction", opened.train, held_out, True))
+        sets.append((EVAL_SET_NAME, "data.eval_fraction", opened.train, held_out, True))
     if for_training:
         sets.append(("train", "data.train", opened.train, held_out, False))
     packed = []
@@ -154,21 +150,20 @@ def _pack_sources(
         parts = [tokenized[member] for member in members]
         with at(field):
             documents = Documents(
-                [part.dataset for part in parts],
+                parts,
                 source_names=[names[member] for member in members],
                 held_out=masks,
                 use_held_out=is_held_out,
                 row_tokens=config.data.row_tokens,
                 long_documents=config.data.long_documents,
-                stats=[part.stats for part in parts],
                 has_scores=config.objective.type == "reward",
                 numbers=config.objective.needs,
                 equal_numbers=config.objective.needs_equal,
             )
-        digests = [part.stats.digest for part in parts]
+        digests = [part.digest for part in parts]
         if masks is not None:
             digests = [
-                row_reader.digest_split(digest, mask, is_held_out=is_held_out)
+                digest_split(digest, mask, is_held_out=is_held_out)
                 for digest, mask in zip(digests, masks, strict=True)
             ]
         weights = [source.weight for source in members.values() if source.weight is not None]
@@ -229,8 +224,8 @@ def print_data(
     schedule = train.make_schedule(
         config.batch.rows_per_step, num_steps=config.run.steps, epochs=config.run.epochs
     )
-    lines = summary.describe_data(train, config.data, schedule)
-    lines += [("eval", f"{each.name} ({summary.describe_documents(each)})") for each in evals]
+    lines = dataset.describe_data(train, config.data, schedule)
+    lines += [("eval", f"{each.name} ({dataset.describe_documents(each)})") for each in evals]
     lines.append(("steps", format_count(len(schedule), "step")))
     for label, line in lines:
         console.print(f"{label:<8}{line}", highlight=False, soft_wrap=True)

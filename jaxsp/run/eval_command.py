@@ -12,7 +12,7 @@ from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
 from jaxsp.core import paths
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.packing import summary
+from jaxsp.data import dataset
 from jaxsp.evaluation import retrieval
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
@@ -155,7 +155,7 @@ def _describe_inputs(resolved: PreparedModel) -> Iterator[str]:
     ]
     yield from (f"note: {text}" for text in dict.fromkeys(excesses) if text)
     for data in resolved.eval_sets:
-        yield f"{data.name}: {summary.describe_documents(data)}"
+        yield f"{data.name}: {dataset.describe_documents(data)}"
 
 
 def _load_config(

@@ -7,8 +7,7 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader, run_paths, run_storage
 from jaxsp.core import paths
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.chat import chat_template
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import chat_template, tokenizers
 from jaxsp.hf import folder, model_config, multimodal, peft
 from jaxsp.hf.weights import WeightReader, check_target, export_model, open_other_parts
 from jaxsp.model import adapters

@@ -9,8 +9,8 @@ import rich.console
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import format_count
-from jaxsp.data.chat import chat_template
-from jaxsp.data.tokenization.encoding import TextEncoder
+from jaxsp.data import chat_template
+from jaxsp.data.tokenizers import TextEncoder
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import context_range, folder, model_config
 from jaxsp.run import config_file, given_model, jax_limits, model_files, stop_tokens

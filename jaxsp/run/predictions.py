@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxsp.core import files
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.data.ingest.cache import CheckedIds
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.row_reader import StoredPredictions
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.documents import StoredPredictions
+from jaxsp.data.store import CheckedIds
 from jaxsp.evaluation import evaluator
 from jaxsp.objectives.distill import Distill
 

@@ -31,7 +31,7 @@ def check_agreement(run: Run) -> None:
     compared = [
         (f"data: {source.name}", digest)
         for data in (run.train_set, *run.eval_sets)
-        for source, digest in data.digested_sources
+        for source, digest in zip(data.documents.sources, data.digests, strict=True)
     ]
     compared += [
         ("the config", repr((run.config, sorted(run.automatic_fields)))),

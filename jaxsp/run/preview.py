@@ -13,9 +13,8 @@ import rich.text
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector, at
-from jaxsp.data.ingest import sources
-from jaxsp.data.tokenization import tokenize
-from jaxsp.data.tokenization.tokenize import Example
+from jaxsp.data import sources, tokenize
+from jaxsp.data.tokenize import Example
 from jaxsp.hf import folder
 from jaxsp.run import model_files
 from jaxsp.run.config_file import Config
@@ -48,7 +47,6 @@ def print_preview(
         field = f"data.train.{number}.source"
         with problems.collect(), at(field, source.source):
             records = sources.read(source, data=config.data)
-            unread = sources.list_unread_fields(source, config.data)
             encoded = tokenize.encode_examples(
                 records,
                 tokenizer=tokenizer,
@@ -56,11 +54,7 @@ def print_preview(
             )
             name = f"{field} = {source.source}"
             max_tokens = _MAX_CHAT_TOKENS if source.is_chat else _MAX_TOKENS
-            for example_number, example in enumerate(encoded):
-                if not example_number and unread:
-                    names = ", ".join(map(str, unread))
-                    text = f"{name}: fields that nothing reads: {names}\n"
-                    console.print(text, highlight=False, soft_wrap=True)
+            for example in encoded:
                 _print_example(example, name, tokenizer, console, max_tokens=max_tokens)
         if number + 1 < len(config.data.train):
             # Also printed here, next to their source; all are raised again at the end

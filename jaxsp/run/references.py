@@ -18,9 +18,8 @@ from jax.experimental import multihost_utils
 from jaxsp.blocks import layers
 from jaxsp.core import files
 from jaxsp.core.units import format_count
-from jaxsp.data.ingest import sources
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data import dataset, sources
+from jaxsp.data.dataset import PackedDataset
 from jaxsp.evaluation import evaluator
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.hf import folder, peft

@@ -18,9 +18,9 @@ from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import yaml_io
 from jaxsp.core import errors, files, paths
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.mixing import RowSchedule
+from jaxsp.data import dataset
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.packing import RowSchedule
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups

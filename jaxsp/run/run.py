@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.checkpoint.reader import EarlyStoppingState
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.mixing import RowSchedule
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.packing import RowSchedule
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import folder
 from jaxsp.hf.folder import ModelFolder

@@ -19,9 +19,8 @@ from jaxsp.core import files
 from jaxsp.core.batch import PREDICTIONS
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_bytes, format_count
-from jaxsp.data.ingest import cache
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data import dataset, store
+from jaxsp.data.dataset import PackedDataset
 from jaxsp.evaluation import token_losses
 from jaxsp.hf import folder
 from jaxsp.objectives.distill import Distill
@@ -148,7 +147,7 @@ def _write(
     if values is not None:
         values.flush()
         content = io.BytesIO()
-        np.save(content, cache.compute_block_checksums(values.reshape(-1)))
+        np.save(content, store.compute_block_checksums(values.reshape(-1)))
         files.write_atomic(folder / CHECKSUMS, content.getvalue())
     print_line(
         f"{rows.name}: {format_count(int(rows.documents.lengths.sum()), 'token')} -> {folder}"

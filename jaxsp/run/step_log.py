@@ -16,7 +16,7 @@ import numpy as np
 from jaxsp.core import durations, paths
 from jaxsp.core.batch import Batch
 from jaxsp.core.units import format_count
-from jaxsp.data.packing.loader import StepCounts
+from jaxsp.data.loader import StepCounts
 from jaxsp.model import flops
 from jaxsp.run import metrics
 from jaxsp.run.metrics import NonfiniteStep, StepFields

@@ -12,9 +12,8 @@ from typing import Any
 from jaxsp.config import json_values
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat_template
-from jaxsp.data.chat.chat_template import TemplateRenderer
-from jaxsp.data.tokenization import tokenize
+from jaxsp.data import chat_template, tokenize
+from jaxsp.data.chat_template import TemplateRenderer
 from jaxsp.hf import folder, weights
 from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources

@@ -20,7 +20,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing.loader import RowPlacement
+from jaxsp.data.loader import RowPlacement
 from jaxsp.delta_rule import kernels as delta_kernels
 from jaxsp.experts import kernels as expert_kernels
 from jaxsp.model import flops, layer_stack, tiling

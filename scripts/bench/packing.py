@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxsp.data.packing import packing
+from jaxsp.data import packing
 from scripts.bench import machine, results
 
 MODULE = "scripts.bench.packing"

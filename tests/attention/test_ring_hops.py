@@ -14,7 +14,7 @@ from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core import axes
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing import loader
+from jaxsp.data import loader
 from tests import batches, tolerances
 from tests.attention import oracle, test_strategies
 

@@ -19,7 +19,7 @@ from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.attention.strategies.workload import GroupRows, LayerWorkload
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing import packing
+from jaxsp.data import packing
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle
 

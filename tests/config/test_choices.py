@@ -17,8 +17,8 @@ from jaxsp.config.config_errors import Schema
 from jaxsp.config.fields import Choice
 from jaxsp.core.errors import UserError
 from jaxsp.data.data_config import FORMATS, DataConfig
-from jaxsp.data.formats.plain import Text
-from jaxsp.data.formats.source import Source
+from jaxsp.data.plain import Text
+from jaxsp.data.source import Source
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Objective, PairObjective, Sft
 from jaxsp.objectives.registry import OBJECTIVES

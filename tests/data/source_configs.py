@@ -4,9 +4,9 @@ from typing import Any
 
 import datasets
 
+from jaxsp.data import sources
 from jaxsp.data.data_config import FORMAT, DataConfig
-from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import sources
+from jaxsp.data.source import Source
 
 
 def make_source(*, format: str, **fields: Any) -> Source:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxsp import eval as evaluation
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.run import build, config_file, model_files

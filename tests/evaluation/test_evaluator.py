@@ -1,7 +1,7 @@
 """Digests that decide which losses are comparable."""
 
 from jaxsp.evaluation import evaluator
-from tests.data.packing import test_dataset, test_loader
+from tests.data import test_dataset, test_loader
 
 
 def digest_of(lengths, row_tokens, **fields):

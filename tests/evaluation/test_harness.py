@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.run import build, config_file, model_files
 from tests import batches
-from tests.data.chat import chats
+from tests.data import chats
 
 torch = pytest.importorskip("torch", reason="the harness's own model needs torch")
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")

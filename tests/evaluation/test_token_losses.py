@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data import dataset
+from jaxsp.data.documents import Documents
 from jaxsp.evaluation import position_losses
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.position_losses import PositionSums

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import yaml
 
-from jaxsp.data.ingest import sources
-from jaxsp.data.tokenization import tokenize, tokenizers
+from jaxsp.data import sources, tokenize, tokenizers
 from jaxsp.run import config_file, model_files
 from tests import batches
 from tests.faults.fuzz_values import (

@@ -7,10 +7,9 @@ import random
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat_template
-from jaxsp.data.chat.chat import RenderedRecord
-from jaxsp.data.tokenization import tokenizers
-from jaxsp.data.tokenization.encoding import TextEncoder
+from jaxsp.data import chat_template, tokenizers
+from jaxsp.data.chat import RenderedRecord
+from jaxsp.data.tokenizers import TextEncoder
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.rope import ORIGINAL
 from jaxsp.run import config_file, model_files

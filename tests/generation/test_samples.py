@@ -5,8 +5,7 @@ import pytest
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import dataset, tokenizers
 from jaxsp.generation import samples
 from jaxsp.run import config_file, stop_tokens
 from jaxsp.run.generate_command import TextStream

@@ -18,7 +18,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.hf import folder, tensors, weights
 from jaxsp.model import decoder
 from tests import batches

@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.hf import folder, model_config, weights
 from jaxsp.model import decoder
 from jaxsp.sharding import sharding

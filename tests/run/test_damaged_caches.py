@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import NeedsAttentionError, ProblemCollector, UserError
-from jaxsp.data.ingest import cache as token_cache
-from jaxsp.data.ingest.cache import DamagedCacheError
-from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import store as token_cache
+from jaxsp.data import tokenizers
+from jaxsp.data.documents import Documents
+from jaxsp.data.store import DamagedCacheError
 from jaxsp.run import config_file, data_sets
 from tests import batches
-from tests.data.packing.test_row_reader import row_of
+from tests.data.test_row_reader import row_of
 
 TEXTS = [f"document {number} " + "word " * 9 * number for number in range(12)]
 

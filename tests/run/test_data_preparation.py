@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from jaxsp import train
-from jaxsp.data.tokenization import tokenize
+from jaxsp.data import tokenize
 from jaxsp.run import build, config_file
-from tests.data.chat import chats
+from tests.data import chats
 from tests.messages import assert_refused
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -10,7 +10,7 @@ from jaxsp.hf.folder import ModelFolder
 from jaxsp.run import config_file, data_sets, model_files, stop_tokens
 from jaxsp.run.stop_tokens import StopTokens
 from tests import batches
-from tests.data.chat import chats
+from tests.data import chats
 from tests.messages import assert_names, assert_refused
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.checkpoint import reader, run_paths
 from jaxsp.core.errors import NeedsAttentionError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.hf import weights
 from jaxsp.model import decoder
 from jaxsp.run import build, config_file, metrics

@@ -7,7 +7,7 @@ import rich.console
 
 from jaxsp.run import config_file, preview
 from tests import messages
-from tests.data.chat import chats
+from tests.data import chats
 
 TALK = (
     '{"messages": [{"role": "user", "content": "q [red]"}, '

@@ -20,13 +20,13 @@ from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.hf import model_config, weights
 from jaxsp.run import build, config_file, resume
 from jaxsp.run.run import StartPoint
 from jaxsp.run.run_config import RunConfig
 from tests import batches, commands, messages, tolerances
-from tests.data.packing import test_dataset
+from tests.data import test_dataset
 from tests.small_runs import make_fields, train
 
 STEPS = 10

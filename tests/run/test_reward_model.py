@@ -11,7 +11,7 @@ import transformers
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.hf import model_config
 from jaxsp.run import build, config_file
 from jaxsp.run.given_model import GivenModel

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data import dataset
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.documents import Documents
 from jaxsp.training.specs import StepSpec
 from tests.training import runs
 

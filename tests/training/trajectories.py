@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.data.formats.records import TOKEN_NUMBERS
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data import dataset
+from jaxsp.data.documents import Documents
+from jaxsp.data.source import TOKEN_NUMBERS
 from jaxsp.objectives.policy import Policy
 from jaxsp.training.specs import StepSpec
 from tests.training import runs

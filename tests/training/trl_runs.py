@@ -22,7 +22,7 @@ import safetensors.numpy
 import transformers
 
 from jaxsp import export
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.run import build, config_file, trainer
 from tests import commands
 from tests.hf import oracle

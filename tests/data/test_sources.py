@@ -1,0 +1,272 @@
+"""Tests of sources: files become records, and errors name file and line."""
+
+import json
+import os
+import time
+
+import datasets
+import pytest
+
+from jaxsp.core.errors import UserError, at
+from jaxsp.data import sources, store
+from jaxsp.data.data_config import DataConfig
+from tests.data import source_configs
+from tests.data.source_configs import make_source
+from tests.messages import assert_names, numbers
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def settings(**fields):
+    return DataConfig(train=[make_source(source="x", format="text")], row_tokens=8, **fields)
+
+
+def read(source, format="text", data=None, **fields):
+    with at("data.train.0.source", source):
+        return source_configs.read(
+            make_source(source=source, format=format, **fields), data=data or settings()
+        )
+
+
+def problems(source, format="text", data=None, **fields):
+    """Returns the problems of a source, without its field."""
+    with pytest.raises(UserError) as caught:
+        read(source, format, data, **fields)
+    assert all(
+        "\n" not in problem and problem.startswith("data.train.0.")
+        for problem in caught.value.problems
+    )
+    return [
+        problem.removeprefix(f"data.train.0.source = {source}: ")
+        for problem in caught.value.problems
+    ]
+
+
+def write_parquet(path, columns):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table(columns), path)
+
+
+def test_a_text_file_is_one_document_without_its_byte_order_mark(tmp_path):
+    text = "eins\r\nzwei \ufeff\U0001f600\n\n"
+    (tmp_path / "a.md").write_bytes(text.encode())
+    (tmp_path / "b.md").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read("*.md")["text"] == [text, text]
+
+
+def test_a_glob_is_sorted_and_goes_into_folders(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/b/c.txt", "c.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read("**/*.txt")["text"] == ["a/b/c.txt", "a/z.txt", "b.txt"]
+
+
+def test_the_standard_library_and_the_home_folder_have_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.txt").write_text("mine")
+    assert read("~/mine.txt")["text"] == ["mine"]
+    (text,) = read("{stdlib}/json/__init__.py")["text"]
+    assert "JSON (JavaScript Object Notation)" in text
+
+
+def test_json_lines_and_parquet_give_the_same_records(tmp_path):
+    records = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "note": "x"},
+        {"input_ids": [8], "labels": [8]},
+        {"input_ids": [], "labels": []},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, records)))
+    write_parquet(
+        "a.parquet",
+        {name: [record[name] for record in records] for name in ("input_ids", "labels")},
+    )
+    for file in ("a.jsonl", "a.parquet"):
+        actual = read(file, format="tokens")
+        assert actual["input_ids"] == [[5, 6, 7], [8], []]
+        assert actual["labels"] == [[-100, 6, 7], [8], []]
+    (tmp_path / "b.json").write_text(
+        '{"text": "one", "more": {"a": 1}}\n{"text": "2020-01-01", "more": 3}\n'
+    )
+    write_parquet("b.parquet", {"text": ["one", "2020-01-01"]})
+    assert read("b.json")["text"] == read("b.parquet")["text"] == ["one", "2020-01-01"]
+
+
+REFUSED = [
+    # (files, source, format, parts of the message)
+    ({}, "no/such.jsonl", "text", ["HuggingFaceH4/ultrachat_200k"]),
+    ({}, "no/such.txt.gz", "text", ["HuggingFaceH4/ultrachat_200k"]),
+    ({}, "no/**/*.txt", "text", ["*", "**"]),
+    ({"a/b.txt": "x"}, "a", "text", ["folder", "a/**/*.txt"]),
+    ({"a.txt": "x", "a.jsonl": "{}"}, "a.*", "text", ["a.jsonl and a.txt"]),
+    ({"a.txt": "x"}, "a.txt", "tokens", ["input_ids", "format: text", ".jsonl"]),
+    ({"a.txt.gz": "x"}, "a.txt.gz", "prompt_completion", ["prompt or completion", "format: text"]),
+    ({"a.txt": ""}, "a.txt", "text", ["record", "text"]),
+    ({"a.jsonl": "\n"}, "a.jsonl", "text", ["record", "text"]),
+    ({"a.jsonl": ""}, "a.jsonl", "messages", ["record", "messages"]),
+    ({"a.json": "[]"}, "a.json", "text", ["record", "text"]),
+    ({"a.csv": "text\n"}, "a.csv", "text", ["record", "text"]),
+    ({"a.jsonl": '{"input_ids": []}'}, "a.jsonl", "tokens", ["record", "input_ids"]),
+    ({"a.ZIP": "text"}, "a.ZIP", "text", ["a.ZIP", ".zip files", ".jsonl"]),
+    ({"a.tar.gz": "text"}, "a.tar.gz", "text", ["a.tar.gz", ".tar.gz files", ".jsonl"]),
+    (
+        {"a.parquet.gz": "text"},
+        "a.parquet.gz",
+        "text",
+        ["a.parquet.gz", ".parquet.gz files", ".jsonl"],
+    ),
+    ({"a.gz": "text"}, "a.gz", "text", ["a.gz", "compressed", "a.jsonl.gz"]),
+]
+
+
+@pytest.mark.parametrize(("made", "source", "format", "parts"), REFUSED)
+def test_an_unreadable_source_is_an_error_with_a_suggestion(tmp_path, made, source, format, parts):
+    for name, content in made.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (problem,) = problems(source, format)
+    assert_names(problem, *parts)
+
+
+def test_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.TXT").write_text(folder)
+        os.utime(tmp_path / folder / "a.TXT", (1, 1))  # as archives and containers do
+        monkeypatch.chdir(tmp_path / folder)
+        assert read("a.TXT")["text"] == [folder]
+
+
+def write_lines(path, records):
+    path.write_text(
+        "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
+    )
+
+
+@pytest.mark.parametrize(
+    ("format", "records", "parts"),
+    [
+        ("text", ['{"text": "\\ud800"}'], ["text", "Unicode"]),
+        ("text", ['{"text": "a", "text": "b"}'], ["text", "twice"]),
+        ("tokens", [{"text": "x"}], ["input_ids", "format: text"]),
+        ("tokens", [{"input_ids": [1, 2.5]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [[1], [2, 3]]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [True]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [2147483648]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [1, None]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [1], "labels": [1]}], ["labels", "first record"]),
+    ],
+)
+def test_a_bad_record_is_named_with_its_line_and_problem(tmp_path, format, records, parts):
+    good = {"text": "x"} if format == "text" else {"input_ids": [1]}
+    write_lines(tmp_path / "a.jsonl", [good, "", *records, good])
+    problem, summary = problems("a.jsonl", format)
+    assert_names(problem, *parts, start="a.jsonl, line 3: ")
+    assert numbers(summary) == [1, 3]
+    assert_names(summary, "data.on_bad_record=skip")
+
+
+def test_a_skipped_record_stays_as_an_entry_with_its_problem(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, "{", {"text": ""}, {"text": 3}])
+    records = read("a.jsonl", data=settings(on_bad_record="skip"))
+    assert records["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
+    assert records["text"] == ["x", "", "", ""]
+    assert [bool(problem) for problem in records["problem"]] == [False, True, False, True]
+    assert_names(records["problem"][1], "JSON")
+    assert_names(records["problem"][3], "text", "number", "string")
+
+
+def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
+    write_lines(
+        tmp_path / "a.jsonl", [{"text": "x"}, *[{"text": number} for number in range(7)], "{"]
+    )
+    *named, summary = problems("a.jsonl")
+    places, reasons = zip(*(line.split(": ", 1) for line in named), strict=True)
+    assert places == tuple(f"a.jsonl, line {number}" for number in (2, 3, 4, 5, 6))
+    assert_names(reasons[0], "text", "number", "string")
+    assert set(reasons[1:]) == {reasons[1]} != {reasons[0]}, "the same reason is not repeated"
+    assert numbers(summary)[:3] == [8, 9, 5]
+    assert_names(summary, "data.on_bad_record=skip")
+    lenient = settings(on_bad_record="skip", max_bad_records=8)
+    assert store.find_bad_records(read("a.jsonl", data=lenient), max_examples=1)[0] == 8
+    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
+    assert numbers(summary) == [8, 9, 5, 7, 8]
+    assert_names(summary, "data.max_bad_records")
+
+
+def test_reading_stops_early_if_nearly_every_record_is_bad(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"messages": []}] * 150, "never read"])
+    for data, most in (
+        (settings(), 100),
+        (settings(on_bad_record="skip"), 100),
+        (settings(max_bad_records=120), 120),
+    ):
+        first, second, *_, summary = problems("a.jsonl", data=data)
+        assert_names(first, "text", "format: messages", start="a.jsonl, line 2: ")
+        assert second.startswith("a.jsonl, line 3: ")
+        assert numbers(summary) == [most]
+        assert_names(summary, "data.on_bad_record=skip", "data.max_bad_records")
+    assert len(read("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=151))) == 152
+
+
+def test_a_source_without_usable_records_is_refused_under_skip_too(tmp_path):
+    write_lines(tmp_path / "a.jsonl", ["{", {"text": ""}])
+    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip"))
+    assert numbers(summary) == [1, 2]
+    assert_names(summary, "format", "fields")
+    assert "data.on_bad_record" not in summary, "it is skip already"
+
+
+def test_a_file_is_read_again_with_other_fields(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x", "body": "y"}])
+    assert read("a.jsonl")["text"] == ["x"]
+    assert read("a.jsonl", fields={"text": "body"})["text"] == ["y"]
+    assert read("a.jsonl")["text"] == ["x"]
+
+
+@pytest.mark.parametrize("pattern", ["top/**/**/*.txt", "top/*.txt", "top/**/*.txt"])
+def test_a_glob_reads_each_file_once(tmp_path, pattern):
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top" / "b.txt").write_text("x")
+    (tmp_path / "top" / "a.txt").symlink_to("b.txt")
+    (tmp_path / "top" / "me").symlink_to(".")
+    assert read(pattern)["place"] == ["top/a.txt"]
+
+
+def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "body": "y"}')
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}')
+
+    def check(*given):
+        records = {
+            f"data.train.{number}": sources.read(
+                make_source(format="text", **fields), data=settings()
+            )
+            for number, fields in enumerate(given)
+        }
+        sources.check_no_duplicates(records)
+
+    check(
+        {"source": "a.jsonl"},
+        {"source": "b.jsonl"},
+        {"source": "a.jsonl", "fields": {"text": "body"}},
+    )
+    datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk("saved")
+    check({"source": "saved"}, {"source": "saved"})
+    for other in ("./a.jsonl", "*.jsonl"):
+        with pytest.raises(UserError) as caught:
+            check({"source": "a.jsonl"}, {"source": other, "name": "other", "weight": 2.0})
+        assert_names(
+            caught.value.problems[0], "a.jsonl", "weight", start=f"data.train.1.source = {other}: "
+        )
+
+
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path):
+    """`cp -p`, `rsync -t` and tar keep the time."""
+    for text in ("AAAA", "BBBB"):
+        (tmp_path / "new.txt").write_text(text)
+        os.utime(tmp_path / "new.txt", (1, 1))
+        (tmp_path / "new.txt").replace(tmp_path / "a.txt")
+        assert read("a.txt")["text"] == [text]
+        time.sleep(0.02)  # file systems count time in steps of some milliseconds
