@@ -24,9 +24,9 @@ from jaxsp.checkpoint import checksums, reader, retention, run_paths
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta, EarlyStoppingState
 from jaxsp.checkpoint.run_storage import Uploads
-from jaxsp.core import files, host_memory, units
+from jaxsp.core import files, units
 from jaxsp.core.errors import UserError
-from jaxsp.system import distributed
+from jaxsp.system import device_memory, distributed
 from jaxsp.system.watchdog import RunStatus, read_bytes_written
 from jaxsp.training import trainable
 from jaxsp.training.train_state import TrainState
@@ -210,7 +210,7 @@ class CheckpointWriter:
         stages = self._write(items, dataclasses.replace(meta, arrays=described), began)
         self._pending = _PendingWrite(step=meta.step, stages=stages)
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(items)}
-        return self.poll(wait=host_memory.MEMORY_KIND in kinds)
+        return self.poll(wait=device_memory.MEMORY_KIND in kinds)
 
     def record_eval(
         self, step: int, loss: float | None, *, early_stopping: EarlyStoppingState | None

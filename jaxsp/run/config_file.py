@@ -20,7 +20,7 @@ from jaxsp.objectives.registry import OBJECTIVE, OBJECTIVES
 from jaxsp.optimizers.registry import OPTIMIZER, Optimizer
 from jaxsp.run.run_config import RunConfig
 from jaxsp.run.trackers.logging_config import LoggingConfig
-from jaxsp.system.mesh_config import MeshConfig
+from jaxsp.system.device_mesh import MeshConfig
 from jaxsp.tasks.eval_config import EvalConfig
 from jaxsp.training.step_config import MemoryConfig, StepConfig
 

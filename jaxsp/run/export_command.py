@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader, run_paths, run_storage
-from jaxsp.core import paths
+from jaxsp.core import files
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
@@ -30,7 +30,7 @@ def export(
 
     Returns: lines to print. Raises: UserError with the problems of the input.
     """
-    if paths.is_url(out):
+    if files.is_url(out):
         raise UserError(f"OUT_DIR = {out}: must be a folder of this machine. Use hf.")
     directory = pathlib.Path(out)
     check_target(directory)

@@ -19,7 +19,7 @@ from typing import Any
 
 import filelock
 
-from jaxsp.core import errors, paths
+from jaxsp.core import errors, files
 from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
@@ -112,7 +112,7 @@ def list_unread_fields(source: Source, data: DataConfig) -> list[str]:
 
 def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
     name = source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
-    path = None if paths.is_url(name) else paths.expand_user(name)
+    path = None if files.is_url(name) else files.expand_user(name)
     dataset = None
     if path is not None and _may_be_on_hub(path, source):
         dataset = hub.open_hub_dataset(source)
@@ -144,25 +144,25 @@ def _find_records(source: Source, data: DataConfig, select: Select) -> Records:
     identity: Any
     if path is None:
         identity, fetch = _find_objects(source.source)
-        files = {url: url for url in identity}
+        found = {url: url for url in identity}
         num_bytes = sum(size for size, _ in identity.values())
     else:
         names = _find_files(path, source)
         identity = file_identities(names)
-        files = {name: real_path for name, (real_path, *_) in zip(names, identity, strict=True)}
+        found = {name: real_path for name, (real_path, *_) in zip(names, identity, strict=True)}
         num_bytes = sum(size for _, size, _, _ in identity)
 
     def locate() -> Iterator[LocatedRecord]:
-        for file in files:
+        for file in found:
             yield from file_types.read_file(fetch(file), select, name=file)
 
     return Records(
         source=source,
         data=data,
-        identity=(_check_file_types([*files], source), identity),
+        identity=(_check_file_types([*found], source), identity),
         num_bytes=num_bytes,
         locate=locate,
-        files=files,
+        files=found,
         split=source.split,
     )
 
@@ -238,7 +238,7 @@ def _find_objects(url: str) -> tuple[dict[str, tuple[int, str]], Callable[[str],
 
     from jaxsp.system.object_store import ObjectStore
 
-    paths.check_url(url)
+    files.check_url(url)
     bucket = "/".join(url.split("/")[:3])
     pattern = url.removeprefix(f"{bucket}/")
     store = ObjectStore(bucket)
