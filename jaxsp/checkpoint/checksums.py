@@ -64,11 +64,6 @@ def name_leaves(tree: Any) -> dict[str, Any]:
     }
 
 
-def to_shape(x: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and sharding of an array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 def compute_on_devices(arrays: Mapping[str, Array], unpadded: Mapping[str, Any]) -> dict[str, str]:
     """Returns the checksum of each array: 16 hexadecimal digits, the same in all processes.
 
@@ -82,14 +77,16 @@ def compute_on_devices(arrays: Mapping[str, Array], unpadded: Mapping[str, Any])
 
 
 def compile_programs(
-    arrays: Mapping[str, Any], unpadded: Mapping[str, Any]
+    arrays: Mapping[str, Array], unpadded: Mapping[str, Any]
 ) -> dict[str, jax.stages.Compiled]:
-    """Compiles the programs of `compute_on_devices`, for arrays or jax.ShapeDtypeStructs.
-
-    Arrays of one shape, dtype and sharding share a program, as a weight does with its moments. This
-    takes a third of the time of one program for all arrays.
-    """
-    return {name: _compile(to_shape(array), unpadded[name].shape) for name, array in arrays.items()}
+    """Compiles the programs of `compute_on_devices`. Arrays of one shape, dtype and sharding share
+    a program, as a weight does with its moments."""
+    return {
+        name: _compile(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), unpadded[name].shape
+        )
+        for name, x in arrays.items()
+    }
 
 
 def compute_on_host(array: np.ndarray) -> str:

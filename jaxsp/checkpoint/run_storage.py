@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import run_paths
-from jaxsp.checkpoint.reader import META_FILE
+from jaxsp.checkpoint.run_paths import META_FILE
 from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
 from jaxsp.system import distributed, run_lock

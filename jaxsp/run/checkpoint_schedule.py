@@ -142,8 +142,6 @@ class CheckpointSchedule:
             raise NeedsAttentionError(self._upload_failure)
         self._upload_failure = outcome.upload_failure
         text = f"training waited {units.format_seconds(round(self._waited_s, 1))}"
-        if (compile_s := self._writer.compile_s) >= 0.1:
-            text += f" ({units.format_seconds(round(compile_s, 1))} of it to compile the checksums)"
         self._print_line(f"step {outcome.step}  checkpoint: {text}")
 
     def _describe_next_attempt(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any
 
 from jaxsp.attention.strategies.attention_config import AttentionConfig
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.config import config_file, yaml_io
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.config_file import read, save

@@ -12,7 +12,7 @@ import rich.console
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import reader, retention, run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import axes
 from jaxsp.sharding import host_offload, replicas
@@ -101,8 +101,8 @@ import json, os, pathlib, sys
 import jax, numpy as np
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.system import cluster, device_mesh, distributed, jax_platform
 from jaxsp.training import weight_init

@@ -11,8 +11,8 @@ import pytest
 from jaxsp.attention.kernels.kernel import KernelSettings
 from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader, run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import units
 from jaxsp.core.errors import UserError

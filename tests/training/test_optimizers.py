@@ -11,8 +11,8 @@ import pytest
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
 from jaxsp.planning import hlo
