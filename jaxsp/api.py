@@ -20,9 +20,8 @@ from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.config.yaml_io import format_value
-from jaxsp.core import exit_codes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.core.errors import ProblemCollector, UserError, at
+from jaxsp.core.errors import ExitCode, ProblemCollector, UserError, at
 from jaxsp.core.units import GIB, format_count
 from jaxsp.data import chat_template, dataset, in_memory, sources, store, tokenizers
 from jaxsp.data.data_config import DataConfig
@@ -59,7 +58,7 @@ from jaxsp.run import (
 from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
 from jaxsp.run.references import Reference
-from jaxsp.system import cluster, distributed, jax_platform
+from jaxsp.system import cluster, device_memory, distributed, jax_platform
 from jaxsp.training import train_state, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line
@@ -650,7 +649,7 @@ class Trainer:
             )
         # JAX's host memory cannot be sliced
         return jax.tree.map(
-            lambda leaf: np.asarray(leaf) if host_memory.is_on_host(leaf) else leaf,
+            lambda leaf: np.asarray(leaf) if device_memory.is_on_host(leaf) else leaf,
             self.state.master,
         )
 
@@ -844,7 +843,7 @@ def _abort_job(
 ) -> None:
     """Prints an exception, and ends the job: the other processes would wait for this one."""
     sys.__excepthook__(kind, error, trace)
-    distributed.abort_job(exit_codes.INTERNAL_ERROR)
+    distributed.abort_job(ExitCode.INTERNAL_ERROR)
 
 
 _OWN_LOOP_OBJECTIVES = [own.model_fields["type"].default for own in OBJECTIVES if not own.has_pairs]

@@ -16,7 +16,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.run import config_file
-from jaxsp.system import redaction
+from jaxsp.system import output
 
 _REQUIRED: dict[str, dict[str, Any]] = {
     "run": {"directory": "runs/converted", "epochs": 1},
@@ -59,13 +59,13 @@ class _Option:
     def describe(self) -> tuple[str, str]:
         """Heading and line of the comment about it."""
         value = yaml_io.format_value(self.value)
-        if redaction.is_secret_name(self.name.rpartition(".")[2]):
+        if output.is_secret_name(self.name.rpartition(".")[2]):
             value = "(a secret)"
         is_off = self.value in (None, "", [], {}) or foreign_names.is_off(self.value)
         field = self.field.partition("=")[0] if self.field and is_off else self.field
         kept = ", ".join(self.words) if self.is_set else field
         answer = "; ".join(filter(None, [kept, self.note])) or "unknown"
-        line = redaction.redact(f"{self.name} = {value}: {answer}")
+        line = output.redact(f"{self.name} = {value}: {answer}")
         if self.is_set:
             return "Set:", line
         if is_off:

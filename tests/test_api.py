@@ -16,7 +16,6 @@ import safetensors.numpy
 
 import jaxsp
 from jaxsp.config import yaml_io
-from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.data import tokenizers
 from jaxsp.hf import model_config, weights
@@ -24,7 +23,7 @@ from jaxsp.model import decoder
 from jaxsp.run import build, config_file
 from jaxsp.run import trainer as run_trainer
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.system import distributed
+from jaxsp.system import device_memory, distributed
 from jaxsp.training import compile_options, train_state
 from tests import batches, commands, markdown, messages
 from tests.data import chats
@@ -111,7 +110,7 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
 )
 def test_weights_in_host_memory_are_saved(base, tmp_path):
     trainer = make_trainer(base, memory={"offload_optimizer": "state"})
-    assert any(map(host_memory.is_on_host, jax.tree.leaves(trainer.state.master)))
+    assert any(map(device_memory.is_on_host, jax.tree.leaves(trainer.state.master)))
     trainer.save(tmp_path / "out")
     old, new = (
         safetensors.numpy.load_file(path / "model.safetensors")

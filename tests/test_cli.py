@@ -12,7 +12,7 @@ import pytest
 
 from jaxsp import cli
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.system import distributed, standard_streams
+from jaxsp.system import distributed, output
 from jaxsp.system.cluster import Process
 from tests import commands
 
@@ -41,7 +41,7 @@ def test_each_kind_of_error_has_its_exit_code_and_message(error, code, words, ca
 def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch):
     with tempfile.TemporaryFile() as file:
         like = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-        monkeypatch.setattr(sys, "stdout", standard_streams.open_output(file.fileno(), like))
+        monkeypatch.setattr(sys, "stdout", output.open_output(file.fileno(), like))
         with pytest.raises(SystemExit) as ended:
             cli.run_command(lambda _: print("\u27e6"))
         file.seek(0)

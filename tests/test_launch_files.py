@@ -9,7 +9,7 @@ import time
 import pytest
 import yaml
 
-from jaxsp.core import exit_codes
+from jaxsp.core.errors import ExitCode
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
@@ -139,7 +139,7 @@ def test_a_failure_that_needs_attention_ends_the_jobset_and_any_other_restarts_i
     assert rule["onExitCodes"] == {
         "containerName": CONTAINER["name"],
         "operator": "In",
-        "values": [exit_codes.USER_ERROR, exit_codes.NEEDS_ATTENTION],
+        "values": [ExitCode.USER_ERROR, ExitCode.NEEDS_ATTENTION],
     }
     policy = JOBSET["spec"]["failurePolicy"]
     (rule,) = policy["rules"]

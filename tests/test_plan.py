@@ -14,8 +14,7 @@ import yaml
 
 import jaxsp
 from jaxsp import plan_cli
-from jaxsp.core import exit_codes
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import ExitCode, UserError
 from jaxsp.hf import published
 from jaxsp.planning import gpus, planner
 from jaxsp.sharding import host_offload
@@ -287,7 +286,7 @@ def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
     done = subprocess.run(
         command, cwd=REPO, env=environ, capture_output=True, text=True, check=False
     )
-    assert done.returncode == exit_codes.OK, done.stderr
+    assert done.returncode == ExitCode.OK, done.stderr
     # jax 0.10 prints messages about CUDA before they can be turned off
     assert not [
         line
@@ -303,5 +302,5 @@ def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
     done = subprocess.run(
         command, cwd=REPO, env=environ, capture_output=True, text=True, check=False
     )
-    assert done.returncode == exit_codes.USER_ERROR, "training needs the weights"
+    assert done.returncode == ExitCode.USER_ERROR, "training needs the weights"
     assert "model.source = meta-llama/Llama-3.1-8B: " in done.stderr

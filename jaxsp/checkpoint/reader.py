@@ -18,13 +18,13 @@ from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums, run_paths
+from jaxsp.checkpoint.run_paths import META_FILE
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 from jaxsp.sharding import replicas, sharding
 from jaxsp.training import trainable
 from jaxsp.training.train_state import TrainState
 
-META_FILE = f"{run_paths.META}/metadata"
 _MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 
 

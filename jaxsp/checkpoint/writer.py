@@ -21,12 +21,12 @@ from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums, reader, retention, run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta, EarlyStoppingState
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.run_storage import Uploads
-from jaxsp.core import files, host_memory, units
+from jaxsp.core import files, units
 from jaxsp.core.errors import UserError
-from jaxsp.system import distributed
+from jaxsp.system import device_memory, distributed
 from jaxsp.system.watchdog import RunStatus, read_bytes_written
 from jaxsp.training import trainable
 from jaxsp.training.train_state import TrainState
@@ -134,8 +134,6 @@ class CheckpointWriter:
     has_separate_folders: dataclasses.InitVar[bool] = False
     """See `make_handler`."""
     uploads: Uploads | None = None
-    compile_s: float = dataclasses.field(default=0.0, init=False)
-    """Seconds that the last `save` waited for the checksum programs to compile."""
     write_s: float | None = dataclasses.field(default=None, init=False)
     """Duration of the last write, without the waits for steps between its stages."""
 
@@ -175,13 +173,6 @@ class CheckpointWriter:
             self._handler.close()
         self._pool.shutdown(wait=can_wait)
 
-    def compile_ahead(self, state: TrainState) -> None:
-        """Compiles the checksum programs during the first steps, before the first `save`."""
-        # shapes only: the first step reuses the memory of the arrays
-        items = jax.tree.map(checksums.to_shape, reader.list_items(state, self.table))
-        unpadded = checksums.unpadded_shapes(self._trained, items)
-        self._pool.submit(checksums.compile_programs, checksums.name_leaves(items), unpadded)
-
     def save(self, state: TrainState, meta: CheckpointMeta) -> WriteOutcome | None:
         """Starts to write a checkpoint, and returns when training may continue.
 
@@ -197,11 +188,8 @@ class CheckpointWriter:
         self._num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
         unpadded = checksums.unpadded_shapes(self._trained, items)
         arrays = checksums.name_leaves(items)
-        compile_began = time.monotonic()
         with self.status.compiling("checksums"):  # takes time before the first checkpoint
-            # in the thread, after what `compile_ahead` has started there
-            self._pool.submit(checksums.compile_programs, arrays, unpadded).result()
-        self.compile_s = time.monotonic() - compile_began
+            checksums.compile_programs(arrays, unpadded)
         digests = checksums.compute_on_devices(arrays, unpadded)
         described = {
             name: {"digest": digests[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
@@ -210,7 +198,7 @@ class CheckpointWriter:
         stages = self._write(items, dataclasses.replace(meta, arrays=described), began)
         self._pending = _PendingWrite(step=meta.step, stages=stages)
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(items)}
-        return self.poll(wait=host_memory.MEMORY_KIND in kinds)
+        return self.poll(wait=device_memory.MEMORY_KIND in kinds)
 
     def record_eval(
         self, step: int, loss: float | None, *, early_stopping: EarlyStoppingState | None

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.core import files, paths
+from jaxsp.core import files
 from jaxsp.core.errors import UserError, at
 from jaxsp.data import spans
 from jaxsp.data.data_config import DataConfig
@@ -116,7 +116,7 @@ def resolve_template(chat_template: str) -> str:
     if "{%" in chat_template or "{{" in chat_template:
         return chat_template
     with at("data.chat_template", chat_template):
-        path = paths.expand_user(chat_template)
+        path = files.expand_user(chat_template)
         try:
             return files.read_text(path)
         except FileNotFoundError:

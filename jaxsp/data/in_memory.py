@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxsp.core import paths
+from jaxsp.core import files
 from jaxsp.core.errors import UserError
 
 _FORMATS = {
@@ -65,7 +65,7 @@ def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str,
             f"{type(given).__name__}. Use [record, ...], one split of a DatasetDict, or "
             "Dataset.from_pandas."
         )
-    folder = paths.cache_dir() / "records"
+    folder = files.cache_dir() / "records"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import filelock
 import huggingface_hub.errors as hub
 
-from jaxsp.core import errors, paths
-from jaxsp.core import files as core_files
+from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError, at
 from jaxsp.data import file_types
 from jaxsp.data.data_config import DataConfig
@@ -108,7 +107,7 @@ def read(source: Source, *, data: DataConfig) -> Records:
 
 def _find_records(source: Source, data: DataConfig) -> Records:
     name = source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
-    path = None if paths.is_url(name) else paths.expand_user(name)
+    path = None if files.is_url(name) else files.expand_user(name)
     dataset = None
     if path is not None and _may_be_on_hub(path, source):
         dataset = _open_hub_dataset(source)
@@ -142,16 +141,16 @@ def _find_records(source: Source, data: DataConfig) -> Records:
     identity: Any
     if path is None:
         identity, fetch = _find_objects(source.source)
-        files = {url: url for url in identity}
+        found = {url: url for url in identity}
         num_bytes = sum(size for size, _ in identity.values())
     else:
         names = _find_files(path, source)
         identity = file_identities(names)
-        files = {name: real_path for name, (real_path, *_) in zip(names, identity, strict=True)}
+        found = {name: real_path for name, (real_path, *_) in zip(names, identity, strict=True)}
         num_bytes = sum(size for _, size, _, _ in identity)
 
     def locate_all() -> Iterator[LocatedRecord]:
-        for file in files:
+        for file in found:
             yield from file_types.read_file(fetch(file), source.select_columns, name=file)
 
     def locate() -> Iterator[LocatedRecord]:
@@ -165,10 +164,10 @@ def _find_records(source: Source, data: DataConfig) -> Records:
     return Records(
         source=source,
         data=data,
-        identity=(_check_file_types([*files], source), identity),
+        identity=(_check_file_types([*found], source), identity),
         num_bytes=num_bytes,
         locate=locate,
-        files=files,
+        files=found,
     )
 
 
@@ -194,15 +193,15 @@ def _find_files(path: pathlib.Path, source: Source) -> list[str]:
             "texts/**/*.txt, or the name of a data set on the hub, such as "
             "HuggingFaceH4/ultrachat_200k."
         )
-    files = [file for file in glob.glob(str(path), recursive=True) if pathlib.Path(file).is_file()]
-    if not files:
+    names = [file for file in glob.glob(str(path), recursive=True) if pathlib.Path(file).is_file()]
+    if not names:
         raise UserError(
             f"no file matches below {pathlib.Path.cwd()}. `*` stays in one folder, `**` includes "
             "subfolders."
         )
     # `**/**` and symbolic links find a file under several names; keep the shortest
-    files.sort(key=lambda file: (len(pathlib.PurePath(file).parts), file), reverse=True)
-    return sorted({os.path.realpath(file): file for file in files}.values())
+    names.sort(key=lambda file: (len(pathlib.PurePath(file).parts), file), reverse=True)
+    return sorted({os.path.realpath(file): file for file in names}.values())
 
 
 def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int, int, int]]:
@@ -243,7 +242,7 @@ def _find_objects(url: str) -> tuple[dict[str, tuple[int, str]], Callable[[str],
 
     from jaxsp.system.object_store import ObjectStore
 
-    paths.check_url(url)
+    files.check_url(url)
     bucket = "/".join(url.split("/")[:3])
     pattern = url.removeprefix(f"{bucket}/")
     store = ObjectStore(bucket)
@@ -268,12 +267,12 @@ def _find_objects(url: str) -> tuple[dict[str, tuple[int, str]], Callable[[str],
         path = root / digest / url.rpartition("/")[2]  # the suffix determines the type
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_name(f"{path.name}.lock")):
-            if not core_files.is_intact(path):
+            if not files.is_intact(path):
                 if path.exists():
                     distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
                 name = url.removeprefix(f"{bucket}/")
                 store.download({name: path}, {name: size})
-                core_files.write_checksum(path)
+                files.write_checksum(path)
         return str(path)
 
     return versions, download

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.core import errors, files, paths
+from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 from jaxsp.system import distributed
 
@@ -101,7 +101,7 @@ def load(name: str) -> "transformers.PreTrainedTokenizerBase":
     suggestion = (
         f"Set model.tokenizer to a folder with tokenizer.json, a hub name, or {BYTE_TOKENIZER}."
     )
-    if paths.is_path(name) and not pathlib.Path(name).exists():
+    if files.is_path(name) and not pathlib.Path(name).exists():
         raise UserError(f"there is no such folder. {suggestion}")
     if pathlib.Path(name).is_dir():
         files.check_model_folder(pathlib.Path(name))

@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 import huggingface_hub.errors as hub
 
-from jaxsp.core import errors, files, paths
+from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError, at
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,11 +76,11 @@ def find(
     Raises: HubError; other UserError if there is no such folder or model, or no config file in it.
     """
     with at(field, source):
-        path = paths.expand_user(source)
+        path = files.expand_user(source)
         if path.exists() and not path.is_dir():
             raise UserError(f"is a file. Give the folder with {config_file}: {path.parent}.")
         is_on_hub = not path.is_dir()
-        if is_on_hub and paths.is_path(source):
+        if is_on_hub and files.is_path(source):
             raise UserError(_missing_problem(path, config_file))
         try:
             if is_on_hub:

@@ -14,12 +14,12 @@ from jaxtyping import Array, Bool, Float32
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import host_memory, units
+from jaxsp.core import units
 from jaxsp.core.units import format_count
 from jaxsp.optimizers import matrix_exchange, param_groups
 from jaxsp.optimizers.registry import Optimizer
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.system import device_mesh
+from jaxsp.system import device_memory, device_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ def update(
             return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
         old = weight, state
-        is_on_host = any(map(host_memory.is_on_host, jax.tree.leaves((gradient, old))))
+        is_on_host = any(map(device_memory.is_on_host, jax.tree.leaves((gradient, old))))
         has_padding = weight.shape != param.stacked_shape
         if config.is_elementwise and param.num_layers is not None:
             if not is_on_host and not has_padding:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxsp.attention.selection import describe_choice
 from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
-from jaxsp.core import durations
+from jaxsp.core import units
 from jaxsp.core.units import format_count
 from jaxsp.data import dataset
 from jaxsp.evaluation import retrieval
@@ -158,7 +158,7 @@ def _describe_output(run: Run) -> tuple[str, str]:
     elif isinstance(every, int):
         times = f"every {format_count(every, 'step')} and at the end"
     elif every is not None:
-        times = f"every {durations.to_text(every)} and at the end"
+        times = f"every {units.format_duration(every)} and at the end"
     names += ["model/", f"checkpoints/ ({times})"]
     directory = config.directory
     short = f"{directory}, with a checkpoint {times}; details: {directory}/banner.txt"

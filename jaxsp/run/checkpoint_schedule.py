@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
-from jaxsp.core import durations
+from jaxsp.core import units
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.run.run_config import RunConfig, is_due
 from jaxsp.training.train_state import TrainState
@@ -141,9 +141,7 @@ class CheckpointSchedule:
         if self._upload_failure is not None:
             raise NeedsAttentionError(self._upload_failure)
         self._upload_failure = outcome.upload_failure
-        text = f"training waited {durations.describe(round(self._waited_s, 1))}"
-        if (compile_s := self._writer.compile_s) >= 0.1:
-            text += f" ({durations.describe(round(compile_s, 1))} of it to compile the checksums)"
+        text = f"training waited {units.format_seconds(round(self._waited_s, 1))}"
         self._print_line(f"step {outcome.step}  checkpoint: {text}")
 
     def _describe_next_attempt(self) -> str:

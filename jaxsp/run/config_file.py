@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any
 
 from jaxsp.attention.strategies.attention_config import AttentionConfig
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.config import config_file, yaml_io
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.config_file import read, save
@@ -20,7 +20,7 @@ from jaxsp.objectives.registry import OBJECTIVE, OBJECTIVES
 from jaxsp.optimizers.registry import OPTIMIZER, Optimizer
 from jaxsp.run.run_config import RunConfig
 from jaxsp.run.trackers.logging_config import LoggingConfig
-from jaxsp.system.mesh_config import MeshConfig
+from jaxsp.system.device_mesh import MeshConfig
 from jaxsp.tasks.eval_config import EvalConfig
 from jaxsp.training.step_config import MemoryConfig, StepConfig
 

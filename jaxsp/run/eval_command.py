@@ -10,7 +10,7 @@ import rich.console
 
 from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
-from jaxsp.core import paths
+from jaxsp.core import files
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data import dataset
 from jaxsp.evaluation import retrieval
@@ -44,7 +44,7 @@ def evaluate(
     given = given_model.find(what)
     config = _load_config(given, config_path, changes, needs_data=lm_eval is None)
     run = None if given.checkpoint is None else run_paths.find_run_dir(given.checkpoint)
-    target = _choose_target(out, None if paths.is_url(what) else run, baseline)
+    target = _choose_target(out, None if files.is_url(what) else run, baseline)
     jax_limits.start(config, process)
     tasks = None
     if lm_eval is not None:

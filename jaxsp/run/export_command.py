@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader, run_paths, run_storage
-from jaxsp.core import paths
+from jaxsp.core import files
 from jaxsp.core.errors import UserError, at
 from jaxsp.data import chat_template, tokenizers
 from jaxsp.hf import folder, model_config, multimodal, peft
@@ -29,7 +29,7 @@ def export(
 
     Returns: lines to print. Raises: UserError with the problems of the input.
     """
-    if paths.is_url(out):
+    if files.is_url(out):
         raise UserError(f"OUT_DIR = {out}: must be a folder of this machine. Use hf.")
     directory = pathlib.Path(out)
     check_target(directory)

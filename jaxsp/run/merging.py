@@ -14,13 +14,13 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import checksums, reader
-from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, weights
 from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder
 from jaxsp.run.config_file import Config
 from jaxsp.sharding import quantization, sharding
+from jaxsp.system import device_memory
 from jaxsp.training import trainable
 
 ReadLayer = Callable[[int | None], np.ndarray]
@@ -89,7 +89,7 @@ def make_layer_readers(weights: layers.Weights, *, table: layers.Weights) -> lay
 
     def read(param: Parameter, stored: Any, layer: int | None) -> Any:
         def read_array(array: Any) -> np.ndarray:
-            if host_memory.is_on_host(array):
+            if device_memory.is_on_host(array):
                 if not array.is_fully_addressable:
                     raise UserError(
                         "weights: with several processes, they must be on the devices. Use "

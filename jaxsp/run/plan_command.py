@@ -11,7 +11,7 @@ import jax
 import rich.console
 
 from jaxsp.config import yaml_io
-from jaxsp.core import durations
+from jaxsp.core import units
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import context_range, folder, peft, published
 from jaxsp.objectives.distill import find_teacher
@@ -159,7 +159,7 @@ def _compare(
         outcome = "refused"
         try:
             plans.append(plan_one(cluster))
-            outcome = f"compiled in {durations.describe(plans[-1].plan_s)}"
+            outcome = f"compiled in {units.format_seconds(plans[-1].plan_s)}"
         except UserError as error:
             refusals.append(f"{devices}: {str(error).splitlines()[0]}")
         console.print(f"{devices}: {outcome}")

@@ -12,8 +12,8 @@ import rich.console
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import reader, retention, run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
-from jaxsp.core import durations
+from jaxsp.checkpoint.retention import CheckpointConfig
+from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
 from jaxsp.planning import descriptions, fit
@@ -163,7 +163,7 @@ def compile_step(spec: StepSpec, console: rich.console.Console) -> tuple[Compile
 
         step = fit.compile_fitting_step(spec, on_candidate=print_candidate)
     seconds = time.perf_counter() - began
-    text = f"the step was compiled in {durations.describe(round(seconds, 1))}; "
+    text = f"the step was compiled in {units.format_seconds(round(seconds, 1))}; "
     output.print_line(console, text + descriptions.describe_compiled(step))
     fit.reserve_host_memory(spec, step.memory_use.host)
     return step, seconds

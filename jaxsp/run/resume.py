@@ -16,7 +16,7 @@ from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.checkpoint import reader, run_paths, run_storage
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import yaml_io
-from jaxsp.core import errors, files, paths
+from jaxsp.core import errors, files
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data import dataset
 from jaxsp.data.dataset import PackedDataset
@@ -94,10 +94,10 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
     """Finds the checkpoint that a run resumes from, unless it is in `skip`; None for a new run."""
     directory = run.local_dir
     with at("run.directory", directory):
-        paths.check_folder(directory)
-    if run.resume not in ("auto", "never") and not paths.is_url(run.resume):
+        files.check_folder(directory)
+    if run.resume not in ("auto", "never") and not files.is_url(run.resume):
         with at("run.resume", run.resume):
-            paths.check_folder(pathlib.Path(run.resume))
+            files.check_folder(pathlib.Path(run.resume))
     has_files = directory.is_dir() and any(
         path.name not in run_lock.BOOKKEEPING_FILES for path in directory.iterdir()
     )

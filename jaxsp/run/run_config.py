@@ -20,7 +20,7 @@ from jaxsp.config.fields import (
     for_training,
     with_examples,
 )
-from jaxsp.core import paths
+from jaxsp.core import files
 
 
 class RunConfig(ConfigSection):
@@ -96,7 +96,7 @@ class RunConfig(ConfigSection):
     """Time without progress after which the run exits with code 75. It applies to a step, an
     evaluation batch and a checkpoint write; the same command resumes the run. null: ten times the
     usual duration, and at least 10 minutes. For the first step, that is ten times its duration at
-    1 % MFU, one day on GPUs of unknown speed, or, on CPUs, 10 minutes without CPU time."""
+    1 % MFU, or one day on devices of unknown speed."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action after a step whose loss or gradient norm is not finite. Such a step changes neither
     weights nor optimizer state, and its documents are listed in nonfinite_steps.jsonl. stop: write
@@ -171,12 +171,12 @@ class RunConfig(ConfigSection):
     @property
     def local_dir(self) -> pathlib.Path:
         """Folder of the run on this machine: directory, or this process's copy if that is a URL."""
-        if not paths.is_url(self.directory):
+        if not files.is_url(self.directory):
             return pathlib.Path(self.directory)
         from jaxsp.checkpoint import run_paths
         from jaxsp.system import distributed
 
-        parent = pathlib.Path(self.staging) if self.staging else paths.cache_dir() / "runs"
+        parent = pathlib.Path(self.staging) if self.staging else files.cache_dir() / "runs"
         index = distributed.this_process.index
         return parent / f"{run_paths.name_local(self.directory)}{f'-{index}' if index else ''}"
 
@@ -186,7 +186,7 @@ class RunConfig(ConfigSection):
         in its own copy if directory is a URL."""
         import jax
 
-        return jax.process_index() == 0 or paths.is_url(self.directory)
+        return jax.process_index() == 0 or files.is_url(self.directory)
 
 
 def is_due(every: int | str | timedelta | None, step: int) -> bool:

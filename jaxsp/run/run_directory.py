@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import config_file
-from jaxsp.core import files, paths
+from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.model import flops
 from jaxsp.planning import descriptions
@@ -66,7 +66,7 @@ class RunDirectory:
             self.trackers = enter(Trackers(config, from_step=from_step, is_resume=run.is_resume))
             receivers = (self.trackers.log, on_line) if on_line else (self.trackers.log,)
             self.metrics = enter(MetricsWriter(directory, from_step=from_step, receivers=receivers))
-            is_shared = not paths.is_url(config.run.directory)
+            is_shared = not files.is_url(config.run.directory)
             self.writer = enter(
                 CheckpointWriter(
                     directory / run_paths.CHECKPOINTS_DIR,

@@ -1,7 +1,6 @@
 """Work of the command `jaxsp train`."""
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Callable
 
@@ -13,7 +12,7 @@ from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.run import build, jax_limits, resume, trainer
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import Run
-from jaxsp.system import distributed, hardware, jax_platform, run_lock
+from jaxsp.system import distributed, jax_platform, run_lock
 from jaxsp.system.cluster import Process
 from jaxsp.system.preemption import Preemption
 from jaxsp.system.watchdog import RunStatus, Watchdog
@@ -75,7 +74,6 @@ def train_config(
             preemption.status,
             step_timeout=config.run.step_timeout,
             heartbeat_file=None if process.index else folder / run_lock.HEARTBEAT_FILE,
-            has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
         ),
     ):
         damaged: list[pathlib.Path] = []

@@ -187,7 +187,6 @@ class Loop:
         run = self._run
         log = self._log
         first_traced, _ = run.config.logging.profile_steps or (0, 0)
-        self._out.writer.compile_ahead(state)
         with contextlib.ExitStack() as stack:
             stack.callback(gc.unfreeze)
             if gc.isenabled():

@@ -12,10 +12,10 @@ from jaxtyping import Array
 
 from jaxsp.blocks import float8, layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import axes, host_memory
+from jaxsp.core import axes
 from jaxsp.sharding import host_offload, quantization
 from jaxsp.sharding.quantization import QuantizedMatrix
-from jaxsp.system import device_mesh
+from jaxsp.system import device_memory, device_mesh
 
 MIN_SHARDED_SIZE = 64 * 1024
 """Minimum elements per layer for a weight to be sharded: others are not worth a collective."""
@@ -84,7 +84,7 @@ def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
 def named_sharding(param: Parameter, mesh: Mesh, *, is_on_host: bool = False) -> NamedSharding:
     """Sharding, between steps, of a stacked weight and of optimizer state of its shape."""
     sharding = NamedSharding(mesh, partition_spec(param, device_mesh.num_shards(mesh)))
-    return sharding.with_memory_kind(host_memory.MEMORY_KIND) if is_on_host else sharding
+    return sharding.with_memory_kind(device_memory.MEMORY_KIND) if is_on_host else sharding
 
 
 def padding(param: Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
@@ -163,9 +163,9 @@ class Gather:
         float32 values, the device holds one layer at a time."""
 
         def copy(param: Parameter, value: Any) -> Any:
-            if not param.is_trainable or not host_memory.is_on_host(value):
+            if not param.is_trainable or not device_memory.is_on_host(value):
                 return value
-            cast = lambda x: host_memory.to_device(x).astype(self._dtype(param))
+            cast = lambda x: device_memory.to_device(x).astype(self._dtype(param))
             return cast(value) if param.num_layers is None else jax.lax.map(cast, value)
 
         return jax.tree.map(copy, table, master)
@@ -177,9 +177,11 @@ class Gather:
         def add_scale(param: Parameter, value: Any) -> Any:
             if not param.is_float8 or isinstance(value, QuantizedMatrix):
                 return value
-            find = lambda x: jnp.max(jnp.abs(host_memory.to_device(x).astype(self._dtype(param))))
+            find = lambda x: jnp.max(jnp.abs(device_memory.to_device(x).astype(self._dtype(param))))
             # In host memory, one layer at a time
-            find_all = jax.lax.map if host_memory.is_on_host(value) else lambda f, x: jax.vmap(f)(x)
+            find_all = (
+                jax.lax.map if device_memory.is_on_host(value) else lambda f, x: jax.vmap(f)(x)
+            )
             largest_N = find_all(find, value)
             if choose_placement(param, self.num_shards).dim is not None:
                 largest_N = jax.lax.pmax(largest_N, axes.SHARDS)
@@ -196,7 +198,7 @@ class Gather:
     def _cast_once(self, param: Parameter, value: Any) -> Any:
         if isinstance(value, QuantizedMatrix):
             return value
-        on_device = host_memory.to_device(value)
+        on_device = device_memory.to_device(value)
         dtype = self._dtype(param)
         return on_device if on_device.dtype == dtype else on_device.astype(dtype)
 
@@ -229,7 +231,7 @@ class Gather:
 
         Raises: TypeError when it is differentiated; `gather(param, shard)` is differentiable.
         """
-        stored = host_memory.to_device(shard.value)
+        stored = device_memory.to_device(shard.value)
         dtype = self._dtype(param)
         scale = None
         if isinstance(stored, float8.ScaledMatrix):
@@ -317,7 +319,7 @@ class Gather:
     def _move_gradient(self, param: Parameter, gradient: Array) -> Array:
         """Moves the gradient of a trained weight to host memory, if it belongs there."""
         is_on_host = self.gradients_on_host and host_offload.should_offload_gradient(param)
-        return host_memory.to_host(gradient) if is_on_host else gradient
+        return device_memory.to_host(gradient) if is_on_host else gradient
 
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array
@@ -338,7 +340,7 @@ class Gather:
                 with jax.named_scope(WEIGHTS_SCOPE):
                     return jax.lax.psum(gradient, other_axes) / divisor
 
-            if host_memory.is_on_host(gradient):
+            if device_memory.is_on_host(gradient):
                 return host_offload.update_each_layer(param, sum_and_divide, gradient)
             return sum_and_divide(gradient)
 

@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Iterator
 
-from jaxsp.core import files, paths
+from jaxsp.core import files
 from jaxsp.core.errors import UserError, at
 
 CONFIG_FILE = "config.yaml"  # file that marks a run directory: once it exists, the run has started
@@ -50,7 +50,7 @@ def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None
     import jax  # the names of the files are needed without it
 
     with at("run.directory", folder):
-        paths.check_folder(folder)
+        files.check_folder(folder)
     resolved = folder.resolve()
     if jax.process_index() > 0 or resolved in _locked_dirs:
         yield

@@ -12,7 +12,7 @@ from jaxsp.config.fields import HERE, ConfigSection, CountOrAuto, PositiveCount,
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.objective import Objective
 from jaxsp.optimizers.registry import Optimizer
-from jaxsp.system.mesh_config import MeshConfig
+from jaxsp.system.device_mesh import MeshConfig
 
 if TYPE_CHECKING:
     from jaxsp.attention.strategies.workload import GroupRows

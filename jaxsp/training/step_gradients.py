@@ -19,10 +19,11 @@ from jaxtyping import Array, Float32, Int8
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import axes, host_memory
+from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, Batch, partition_specs
 from jaxsp.objectives.token_objective import TileTokens, TokenObjective
 from jaxsp.sharding import host_offload, sharding
+from jaxsp.system import device_memory
 from jaxsp.training import metric_table, microbatch
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec
@@ -80,7 +81,7 @@ def _local_gradients(
         """Sums over a microbatch, and `totals` with the gradients that are returned."""
         keys = microbatch.make_token_keys(spec, batch, step, index)
         inputs = [
-            holder if host_memory.is_on_host(holder) else totals.get(number, holder)
+            holder if device_memory.is_on_host(holder) else totals.get(number, holder)
             for number, holder in enumerate(holders)
         ]
 
@@ -97,7 +98,7 @@ def _local_gradients(
         sums, totals = carry
         microbatch_sums, gradients = run_microbatch(*inputs, totals)
         for number, total in totals.items():
-            if host_memory.is_on_host(total):  # in place: devices hold one layer at a time
+            if device_memory.is_on_host(total):  # in place: devices hold one layer at a time
                 gradients[number] = host_offload.update_each_layer(
                     params[number], jnp.add, total, gradients[number]
                 )
@@ -138,7 +139,8 @@ def _select_returned(
     return {
         number: holder
         for number, (param, holder) in enumerate(zip(params, holders, strict=True))
-        if host_memory.is_on_host(holder) or (has_sums_in_holders and param.num_layers is not None)
+        if device_memory.is_on_host(holder)
+        or (has_sums_in_holders and param.num_layers is not None)
     }
 
 

@@ -13,10 +13,11 @@ from jaxtyping import Array
 from jaxsp.attention.attend import find_collectives
 from jaxsp.attention.strategies.workload import count_workloads
 from jaxsp.blocks.layers import Parameter, Weights
-from jaxsp.core import axes, host_memory
+from jaxsp.core import axes
 from jaxsp.core.batch import Batch
 from jaxsp.optimizers import optimizer
 from jaxsp.sharding import host_offload
+from jaxsp.system import device_memory
 from jaxsp.training import compile_options, step_gradients, train_state
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
@@ -91,8 +92,8 @@ def _set_memory_kinds(spec: StepSpec, state: TrainState) -> TrainState:
     def set_kind(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
         if not spec.is_on_host(param):
             return weight, opt_state
-        return host_memory.to_host(weight), jax.tree.map(
-            lambda x: host_memory.to_host(x) if x.shape == weight.shape else x, opt_state
+        return device_memory.to_host(weight), jax.tree.map(
+            lambda x: device_memory.to_host(x) if x.shape == weight.shape else x, opt_state
         )
 
     master, opt_state = optimizer.map_weights_and_state(

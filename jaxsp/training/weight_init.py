@@ -15,9 +15,8 @@ from jaxtyping import Array
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import host_memory
 from jaxsp.sharding import quantization, replicas, sharding
-from jaxsp.system import device_mesh
+from jaxsp.system import device_memory, device_mesh
 
 ReadSlice = Callable[[Parameter, int | None, tuple[slice, ...]], np.ndarray]
 """Function that reads a slice of one layer of a weight, in float32 and without padding.
@@ -160,7 +159,7 @@ def _row_norms(matrix: Parameter, magnitude: Parameter, mesh: Mesh) -> Callable[
     """Jitted function that computes the norms of a matrix's rows, stored as `magnitude`."""
 
     def compute(stored: Any) -> Array:
-        whole = quantization.decode(matrix, host_memory.to_device(stored), jnp.dtype("float32"))
+        whole = quantization.decode(matrix, device_memory.to_device(stored), jnp.dtype("float32"))
         weight = sharding.remove_padding(matrix, whole)
         norms = jnp.sqrt(jnp.sum(jnp.square(weight), axis=-1))
         widths = sharding.padding(magnitude, norms.ndim, device_mesh.num_shards(mesh))

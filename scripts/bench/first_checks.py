@@ -29,12 +29,11 @@ from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload
 from jaxsp.checkpoint import reader, run_paths, writer
-from jaxsp.core import host_memory
 from jaxsp.core.units import GIB
 from jaxsp.planning import limits
 from jaxsp.run import benchmark, jax_limits
 from jaxsp.sharding import host_offload
-from jaxsp.system import hardware
+from jaxsp.system import device_memory, hardware
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from scripts.bench import cases, kernel_trace, machine, results
@@ -88,9 +87,9 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
     """
     os.environ.update({_POOL_VARIABLE: "1", "XLA_CLIENT_MEM_FRACTION": "0.5"})
     device = jax.devices()[0]
-    kinds = {"device": 8, host_memory.MEMORY_KIND: 1}
+    kinds = {"device": 8, device_memory.MEMORY_KIND: 1}
     if jax.__version_info__ < host_offload.MIN_RELEASE and device.platform == "cpu":
-        del kinds[host_memory.MEMORY_KIND]
+        del kinds[device_memory.MEMORY_KIND]
     num_rows = mib * 2**20 // (4 * 1024)
     state = {}
     for kind, count in kinds.items():
@@ -103,9 +102,9 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
 
     def update(arrays: Any) -> Any:
         def add(x: Any) -> Any:
-            is_on_host = host_memory.is_on_host(x)
-            x = host_memory.to_device(x) + 1
-            return host_memory.to_host(x) if is_on_host else x
+            is_on_host = device_memory.is_on_host(x)
+            x = device_memory.to_device(x) + 1
+            return device_memory.to_host(x) if is_on_host else x
 
         return jax.tree.map(add, arrays)
 

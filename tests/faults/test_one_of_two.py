@@ -15,7 +15,7 @@ from jaxsp.checkpoint import reader, writer
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.system import cluster, device_mesh, distributed, jax_platform
 from jaxsp.checkpoint import run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.run import resume
 from jaxsp.sharding import sharding
 from jaxsp.training import train_state, weight_init

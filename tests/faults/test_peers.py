@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jaxsp.core import exit_codes
+from jaxsp.core.errors import ExitCode
 from tests import messages, two_processes
 from tests.faults import peers
 
@@ -50,7 +50,7 @@ def test_a_process_that_hangs_ends_both_and_the_same_command_resumes(tmp_path, e
     changes = ("run.save_every=4", "run.step_timeout=9s")
     case = peers.Case(event="hang", victim=1, changes=changes)
     outcome = peers.cause_fault(job, case)
-    assert outcome.codes == [exit_codes.HUNG] * 2, outcome.output
+    assert outcome.codes == [ExitCode.HUNG] * 2, outcome.output
     assert re.search(messages.containing("step ", "9 s", "run.step_timeout"), outcome.output)
     assert 'faulty.py", line' in outcome.output, "the stack of the thread that hangs"
     assert outcome.checkpoints == [4]

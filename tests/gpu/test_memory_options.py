@@ -14,8 +14,8 @@ from jaxsp.attention.attend import as_kernel, make_attend
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.model import decoder
 from jaxsp.planning import fit, memory_problems

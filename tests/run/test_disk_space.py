@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.core.errors import UserError
 from jaxsp.run import preflight
 from tests import messages

@@ -92,14 +92,14 @@ def test_damaged_lines_are_set_aside_and_printed(tmp_path, capfd):
     ("damage", "kept", "message"),
     [
         (lambda text: text, [1, 2, 3, 4, 5, 6], ""),
-        (lambda text: text.replace(b'{"step": 3', b'{"stes": 3'), [1, 2, 4, 5, 6], "1 of 6 .*p 2"),
+        (lambda text: text.replace(b'{"step": 3', b'{"stes": 3'), [1, 2, 4, 5, 6], "1 of 6 "),
         (
             lambda text: text.replace(b'0}\n{"step": 3', b'0}{"step": 3'),
             [1, 4, 5, 6],
-            "1 of 5 .*p 1",
+            "1 of 5 ",
         ),
-        (lambda text: text.replace(b'{"', b"{", 1), [2, 3, 4, 5, 6], "1 of 6 .*p 0"),
-        (lambda text: text[: text.index(b'"step": 4') + 12], [1, 2, 3], "1 of 4 .*p 3.*\n.*step 3"),
+        (lambda text: text.replace(b'{"', b"{", 1), [2, 3, 4, 5, 6], "1 of 6 "),
+        (lambda text: text[: text.index(b'"step": 4') + 12], [1, 2, 3], "1 of 4 .*\n.*step 3"),
         (lambda text: text[: text.index(b'{"step": 4')], [1, 2, 3], "ends at step 3"),
         (lambda text: text + b'{"step": 70, "los', [1, 2, 3, 4, 5, 6], ""),
     ],

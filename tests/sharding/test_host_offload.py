@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.core import host_memory
 from jaxsp.planning import absent, fit
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.run import build, config_file, trainer
 from jaxsp.sharding import host_offload
+from jaxsp.system import device_memory
 from jaxsp.training import train_step
 from tests import batches, small_runs
 
@@ -55,7 +55,7 @@ def test_all_devices_reserve_memory_at_the_same_time_and_give_it_back_to_their_p
     places = [array.sharding.device_set for array in results]
     assert len(places) == 2
     assert set().union(*places) == set(devices)
-    assert {array.sharding.memory_kind for array in results} == {host_memory.MEMORY_KIND}
+    assert {array.sharding.memory_kind for array in results} == {device_memory.MEMORY_KIND}
     assert {(array.shape, array.dtype) for array in results} == {((4, 2**20), jnp.dtype("uint8"))}
     assert all(array.is_deleted() for array in results)
 

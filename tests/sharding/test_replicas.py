@@ -11,10 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.core import axes, host_memory
+from jaxsp.core import axes
 from jaxsp.sharding import host_offload, replicas
+from jaxsp.system import device_memory
 from jaxsp.training.train_state import TrainState
 from tests import batches, two_processes
 from tests.checkpoint.test_writer import make_meta
@@ -54,7 +55,7 @@ def test_all_replicas_have_the_bits_of_the_first(name, dtype):
 )
 def test_arrays_in_host_memory_stay_there():
     place = NamedSharding(batches.mesh(2, 2, 2), PartitionSpec(axes.SHARDS))
-    place = place.with_memory_kind(host_memory.MEMORY_KIND)
+    place = place.with_memory_kind(device_memory.MEMORY_KIND)
     expected = jax.device_put(np.arange(24, dtype=np.float32).reshape(8, 3), place)
     first = [shard.data for shard in expected.addressable_shards if shard.device.id < 4]
     actual = replicas.broadcast(expected, place, first)
@@ -100,8 +101,8 @@ import json, os, pathlib, sys
 import jax, numpy as np
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.system import cluster, device_mesh, distributed, jax_platform
 from jaxsp.training import weight_init

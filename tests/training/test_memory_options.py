@@ -11,10 +11,10 @@ import pytest
 from jaxsp.attention.kernels.kernel import KernelSettings
 from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader, run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.core import host_memory, units
+from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder
 from jaxsp.planning import descriptions, estimate, fit, limits, memory_problems
@@ -171,7 +171,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
         for leaf in jax.tree.leaves(state.master)
         if leaf.size > 100 * model_of(name).num_layers
     }
-    assert kinds == {host_memory.MEMORY_KIND if run.spec.has_offloaded_state else "device"}
+    assert kinds == {device_memory.MEMORY_KIND if run.spec.has_offloaded_state else "device"}
 
 
 @pytest.mark.e2e
@@ -213,7 +213,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
     averages = [
         leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 100 * runs.MODEL.num_layers
     ]
-    assert {leaf.sharding.memory_kind for leaf in averages} == {host_memory.MEMORY_KIND}
+    assert {leaf.sharding.memory_kind for leaf in averages} == {device_memory.MEMORY_KIND}
     meta = CheckpointMeta(config={}, model={}, data={}, step=2, rows_consumed=0, num_tokens_total=0)
     with CheckpointWriter(tmp_path, table=offloaded.spec.table, config=CheckpointConfig()) as store:
         store.save(state, meta)

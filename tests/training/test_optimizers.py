@@ -11,13 +11,13 @@ import pytest
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.core import host_memory
 from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
 from jaxsp.planning import hlo
 from jaxsp.sharding import host_offload
+from jaxsp.system import device_memory
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
 from tests.planning import sent_bytes
@@ -224,7 +224,7 @@ def test_a_state_in_host_memory_gives_the_same_weights(name, monkeypatch):
     config = optimizer_cases.make_config(name)
     master, state = optimizer_cases.run_on_mesh(config, (1, 2, 4), offload=True)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves((master, state)) if x.size > 50_000}
-    assert kinds == {host_memory.MEMORY_KIND}
+    assert kinds == {device_memory.MEMORY_KIND}
     assert (
         largest_error(optimizer_cases.unpad(master), optimizer_cases.unpad(run(name, (1, 2, 4))[0]))
         < tolerances.OPTAX

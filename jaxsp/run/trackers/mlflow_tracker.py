@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxsp.config import yaml_io
 from jaxsp.run.trackers.tracker import Client, Outcome, Service, TrackedRun, print_failure
-from jaxsp.system import redaction
+from jaxsp.system import output
 
 # MLFLOW_* where a user sets none: its own defaults retry for minutes, and send usage data
 SETTINGS = "DISABLE_TELEMETRY=1 LOGGING_LEVEL=WARNING ASYNC_LOGGING_BUFFERING_SECONDS=1"
@@ -34,7 +34,7 @@ class Mlflow(Service):
         local = f"sqlite:///{run.directory.resolve()}/mlflow.db"
         mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or local)
         mlflow.set_experiment(self.find_project("MLFLOW_EXPERIMENT_NAME"))
-        place = f"mlflow at {redaction.strip_credentials(mlflow.get_tracking_uri())}"
+        place = f"mlflow at {output.strip_credentials(mlflow.get_tracking_uri())}"
         name = self.find_name("MLFLOW_RUN_NAME", run)
         started = mlflow.start_run(run.ids.get(place), run_name=name)
         if place not in run.ids:

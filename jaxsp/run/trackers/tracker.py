@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from jaxsp.config.fields import ConfigSection, with_examples
 from jaxsp.core import files
-from jaxsp.system import distributed, redaction
+from jaxsp.system import distributed, output
 
 IDS_FILE = "trackers.json"
 """File of a run directory with the ids of the run in its trackers."""
@@ -88,5 +88,5 @@ class Service(Tracker):
 
 def print_failure(name: str, text: str) -> None:
     """Prints a line about a tracker that fails, without secrets. Args: text: time and reason."""
-    text = textwrap.shorten(redaction.redact(text), 300)
+    text = textwrap.shorten(output.redact(text), 300)
     distributed.log(f"{name}: OFF for this process, metrics.jsonl has all values: {text}")
