@@ -288,27 +288,22 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         saved = [_READ_MODULES[module] for module in modules]
         params = jax.tree.leaves(table)
         shapes = weights.tensor_shapes([x for x in params if x.is_adapter or x.hf_name in saved])
-        missing, surplus, misshapen, _ = weights.compare(stored, shapes)
         head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
-        surplus = [name for name in surplus if name != head]
-        suggestion = "Use an adapter of this model, as PEFT's save_pretrained writes it"
-        neither = "tensors of neither its target_modules nor its modules_to_save:"
-        weights.refuse(
-            (missing, "missing tensors:", suggestion),
-            (surplus, neither, suggestion),
-            (misshapen, "tensors of another shape than the model's:", suggestion),
+        views = tensors.make_views(stored, shapes, {})
+        read = weights.check_tensors(
+            {name: view for name, view in views.items() if name in shapes or name != head},
+            shapes,
+            "Use an adapter of this model, as PEFT's save_pretrained writes it",
+            "tensors of neither its target_modules nor its modules_to_save:",
         )
-        read = {name: stored[name] for name in shapes}
-        reader = WeightReader(source=source, tensors=read)
-        embedding = SAVED_MODULES["embed_tokens"]
         has_copy = head in stored and head not in shapes
-        if has_copy and not reader.is_same(stored[head], stored[embedding]):
+        if has_copy and not tensors.is_same(stored[head], stored[SAVED_MODULES["embed_tokens"]]):
             raise UserError(
                 f"{head} must equal the embedding, because the model's config.json has "
                 "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged model "
                 "as model.source."
             )
-        return reader
+        return WeightReader(source=source, tensors=read)
 
 
 def _add_text_prefix(name: str) -> str:
