@@ -25,7 +25,7 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.hf import folder, model_config, multimodal, tensors, token_ids
+from jaxsp.hf import config_fields, folder, model_config, multimodal, tensors
 from jaxsp.hf.families import find_text_family
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.multimodal import PROCESSOR_FILES
@@ -288,7 +288,7 @@ def export_model(
             export has them (`multimodal.are_exported`), else None.
     Memory: `master`, and one file of `max_shard_size` at a time, in `dtype`.
     """
-    special = token_ids.choose(fields, tokenizer)
+    special = config_fields.choose_token_ids(fields, tokenizer)
     config = model_config.make_config_json(fields, dtype=dtype, token_ids=special)
     named: dict[str, ExportTensor | StoredTensor] = {**list_tensors(master, table, dtype)}
     assert (other_parts is not None) == multimodal.are_exported(fields), "the caller opens them"

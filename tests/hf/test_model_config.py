@@ -9,7 +9,7 @@ import transformers
 from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
 from jaxsp.blocks.config import LayerConfig, ModelConfig, QueryScale, Rope
 from jaxsp.core.errors import UserError, at
-from jaxsp.hf import families, model_config, published, token_ids
+from jaxsp.hf import config_fields, families, model_config, published
 from jaxsp.hf.model_source import ModelSourceConfig
 from scripts.bench import configs
 from tests import batches
@@ -446,11 +446,15 @@ def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
         eos_token_id = 5
         pad_token_id = None
 
-    ids = token_ids.choose({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
+    ids = config_fields.choose_token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
     assert ids == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
-    assert token_ids.choose({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [1, 5]
-    assert token_ids.choose({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
-    assert token_ids.choose({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
+    assert config_fields.choose_token_ids({"eos_token_id": [1, 5]}, Tokenizer())[
+        "eos_token_id"
+    ] == [1, 5]
+    assert (
+        config_fields.choose_token_ids({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
+    )
+    assert config_fields.choose_token_ids({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
 
 
 def test_a_model_whose_layers_all_have_an_mlp_has_no_experts():

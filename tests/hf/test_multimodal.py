@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import UserError, at
-from jaxsp.hf import model_config, published, token_ids, weights
+from jaxsp.hf import config_fields, model_config, published, weights
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model import decoder
 from tests import batches
@@ -264,7 +264,9 @@ def test_embeddings_are_tied_unless_one_of_the_configs_has_false(outer, text, ti
 
 def test_special_tokens_beside_the_text_config_replace_those_in_it():
     text = {**multimodal.GEMMA_3_4B["text_config"], "eos_token_id": 1, "bos_token_id": 2}
-    ids = token_ids.choose(resolve(multimodal.GEMMA_3_4B | {"text_config": text}), None)
+    ids = config_fields.choose_token_ids(
+        resolve(multimodal.GEMMA_3_4B | {"text_config": text}), None
+    )
     assert ids == {"bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": None}
 
 
