@@ -414,7 +414,7 @@ def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
                 if None not in (value, group.get(name)) and value != group[name]
             ]
             if not is_local:
-                kept = {**outside, "rope_type": "default", PARTIAL: 1, **group}
+                kept = {"rope_type": "default", PARTIAL: 1, **outside, **group}
                 main_groups.append({x: kept[x] for x in kept.keys() - {"type", "finetuned"}})
     if not problems and any(group != main_groups[0] for group in main_groups):
         problems.append(".rope_scaling: must equal rope_parameters. Leave one out.")

@@ -134,7 +134,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
                 )
         views = tensors.make_views(stored, shapes, find_text_family(fields).divided_tensors)
         suggestion = "Use the config.json that belongs to these weights"
-        if _HEAD_NAME in shapes and _HEAD_NAME not in views:
+        if shapes.keys() - views.keys() == {_HEAD_NAME}:
             places = "it" if multimodal.find_family(fields) is None else "it and in its text_config"
             suggestion += (
                 f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
