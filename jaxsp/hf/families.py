@@ -56,8 +56,6 @@ class Family:
     rope: RopeSupport = dataclasses.field(default_factory=RopeSupport)
     text_types: tuple[str, ...] = ()
     """Families of a multimodal family's text model; transformers' default is the first."""
-    unused_text_fields: tuple[str, ...] = ()
-    """Fields of text_config that only the text model's own class uses."""
     other_parts: tuple[str, ...] = ()
     """First names of stored tensors that transformers' class of the text model ignores."""
     stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -391,11 +389,7 @@ _QWEN3_5_IMAGES: dict[str, Any] = {
 }
 
 MULTIMODAL_FAMILIES = {
-    "gemma3": Family(
-        text_types=("gemma3_text",),
-        unused_text_fields=("final_logit_softcapping",),
-        other_parts=_IMAGE_PARTS,
-    ),
+    "gemma3": Family(text_types=("gemma3_text",), other_parts=_IMAGE_PARTS),
     "gemma4": Family(text_types=("gemma4_text",), other_parts=_GEMMA4_PARTS),
     "gemma4_unified": Family(text_types=("gemma4_unified_text",), other_parts=_GEMMA4_PARTS),
     "mistral3": Family(text_types=("mistral", "ministral3"), other_parts=_IMAGE_PARTS),

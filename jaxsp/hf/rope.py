@@ -50,11 +50,6 @@ NO_ROPE = Rope(frequencies=(), description="none")
 """RoPE of such a model."""
 
 
-def count_rotated(head_dim: int, group: Mapping[str, Any]) -> int:
-    """Number of elements of each head that are rotated, as in transformers."""
-    return int(head_dim * group.get(PARTIAL, 1.0))
-
-
 def parse(
     group: Mapping[str, Any],
     *,
@@ -69,7 +64,7 @@ def parse(
     Raises: UserError if the frequencies would depend on the batch.
     """
     group = {name: value for name, value in group.items() if value is not None}
-    rotated = count_rotated(head_dim, group)
+    rotated = int(head_dim * group.get(PARTIAL, 1.0))
     rope_type = TYPES[group["rope_type"]]
     dim = head_dim if rope_type.is_proportional else rotated
     base = float(group["rope_theta"]) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -79,6 +74,8 @@ def parse(
     inputs = {**group, ORIGINAL: original, "factor": factor, "max_position_embeddings": limit}
     frequencies, scale, details = rope_type.compute(inputs, base, row_tokens or 0)
     frequencies[rotated // 2 :] = 0
+    if details is None:
+        details = f"factor {factor:g} over {original:,} positions"
     parts = [group["rope_type"], f"theta {group['rope_theta']:,.12g}", *filter(None, [details])]
     if rotated < head_dim:
         parts.append(f"{rotated} of {head_dim} elements rotated")
@@ -91,12 +88,9 @@ _Group = dict[str, Any]
 """Fields that `find_group_problems` accepts, without nulls; with factor, original range, and
 max_position_embeddings (None if the model has no limit)."""
 
-_Result = tuple[np.ndarray, float, str]
-"""Frequencies in radians per position [pairs], factor of cosine and sine, and a description."""
-
-
-def _describe_extension(group: _Group) -> str:
-    return f"factor {group['factor']:g} over {group[ORIGINAL]:,} positions"
+_Result = tuple[np.ndarray, float, str | None]
+"""Frequencies in radians per position [pairs], factor of cosine and sine, and a description; None:
+the factor and the range."""
 
 
 def _linear(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
@@ -129,7 +123,7 @@ def _llama3(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     periods = group[ORIGINAL] * base / (2 * np.pi)
     unscaled = np.clip((periods - low) / (group["high_freq_factor"] - low), 0.0, 1.0)
     frequencies = base * (unscaled + (1 - unscaled) / group["factor"])
-    return frequencies, 1.0, _describe_extension(group)
+    return frequencies, 1.0, None
 
 
 def _yarn(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
@@ -165,7 +159,7 @@ def _yarn(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     elif group.get("mscale") and group.get("mscale_all_dim"):
         scale = mscale(float(group["mscale"])) / mscale(float(group["mscale_all_dim"]))
     frequencies = base * (interpolated / factor + (1 - interpolated))
-    return frequencies, scale, _describe_extension(group)
+    return frequencies, scale, None
 
 
 def _longrope(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
@@ -212,7 +206,7 @@ class RopeType:
     needs_range: bool = False
     """True if it depends on max_position_embeddings or on the original range."""
     ordered: tuple[str, ...] = ()
-    """Two fields of which the first must be below the second, and an example."""
+    """Two fields of which the first must be below the second."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -230,7 +224,7 @@ TYPES = {
     "llama3": RopeType(
         compute=_llama3,
         required=("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-        ordered=("low_freq_factor", "high_freq_factor", "Llama 3.1 has 1 and 4."),
+        ordered=("low_freq_factor", "high_freq_factor"),
     ),
     "yarn": RopeType(
         compute=_yarn,
@@ -240,7 +234,7 @@ TYPES = {
         ),
         extends_range=True,
         needs_range=True,
-        ordered=("beta_slow", "beta_fast", "The YaRN paper has 1 and 32."),
+        ordered=("beta_slow", "beta_fast"),
     ),
     "longrope": RopeType(
         compute=_longrope,
@@ -292,31 +286,6 @@ _RULES = {
     **dict.fromkeys(("short_factor", "long_factor"), _DIVISORS),
 }
 """Values that fields of groups, and beside groups, may have."""
-
-_EXAMPLES = {
-    "factor": "Llama 3.1 has 8 with llama3, and Gemma 3 has 8 with linear.",
-    **dict.fromkeys(
-        ("low_freq_factor", "high_freq_factor", ORIGINAL),
-        "Llama 3.1 has factor 8, 1 and 4, and 8192 positions.",
-    ),
-    **dict.fromkeys(
-        ("short_factor", "long_factor"),
-        "It is a list with a number for each rotated pair of a head's elements.",
-    ),
-    "llama_4_scaling_beta": "Ministral 3 has 0.1.",
-}
-"""Examples of required fields."""
-
-_WHOLE_HEADS = "It rotates whole heads: use 1, or leave it out."
-
-_NO_GROUP = "must be a group of fields, or null."
-
-_SUGGESTIONS = {
-    PARTIAL: _WHOLE_HEADS,
-    _LOCAL_THETA: "All its layers have the same rope_theta: leave it out.",
-    ORIGINAL: "Put it into rope_scaling.",
-}
-"""Suggestions for fields beside the groups that the family does not have."""
 
 _TYPE_FIELDS = ("rope_type", "type")
 """Present and former name of the type's field."""
@@ -392,9 +361,9 @@ def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
         if value is None or (name == PARTIAL and value == 1):
             continue
         if name not in support.outside_fields:
+            place = "Put it into rope_scaling" if name == ORIGINAL else "Leave it out"
             problems.append(
-                f".{name} = {format_value(value)}: is not implemented for this model_type. "
-                f"{_SUGGESTIONS[name]}"
+                f".{name} = {format_value(value)}: is not a field of this model_type. {place}."
             )
         elif wrong := json_values.find_problem(_RULES, name, value):
             problems.append(f".{wrong}")
@@ -403,31 +372,27 @@ def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
     local = {"rope_theta": outside.pop(_LOCAL_THETA, None)}
     layer_types = errors.format_choices(support.layer_types)
     main_groups = []
-    for form, other_form, negation in zip(GROUPS, GROUPS[::-1], ("", "no "), strict=True):
+    for form, other_form in zip(GROUPS, GROUPS[::-1], strict=True):
         whole = fields.get(form)
         if whole is None or (not whole and "default" in support.types):
             continue
-        if not isinstance(whole, dict):
-            problems.append(f".{form} = {format_value(whole)}: {_NO_GROUP}")
-            continue
-        if support.layer_types and is_nested(whole, support) != (form == GROUPS[0]):
-            # transformers would not read it
+        has_types = isinstance(whole, dict) and is_nested(whole, support)
+        if support.layer_types and has_types != (form == GROUPS[0]):
             problems.append(
-                f".{form}: must have {negation}groups for layers of {layer_types}. Use "
-                f"{other_form} instead."
+                f".{form}: transformers reads a group for each of {layer_types} in {GROUPS[0]}, "
+                f"and one group in {GROUPS[1]}. Use {other_form} instead."
             )
             continue
-        groups = {FULL_ATTENTION: {}} | whole if is_nested(whole, support) else {"": whole}
-        for layer_type, group in groups.items():
+        for layer_type, group in (
+            {FULL_ATTENTION: {}} | whole if has_types else {"": whole}
+        ).items():
             place = f".{form}.{layer_type}".rstrip(".")
-            if layer_type and layer_type not in support.layer_types:
+            if not isinstance(group, dict) or layer_type not in ("", *support.layer_types):
+                of_layers = f" of {layer_types}" if has_types else ""
                 problems.append(
-                    f"{place} = {format_value(group)}: is not a layer type of this model_type. "
-                    f"Use {layer_types}."
+                    f"{place} = {format_value(group)}: must be a group of fields{of_layers}, or "
+                    "null."
                 )
-                continue
-            if not isinstance(group, dict):
-                problems.append(f"{place} = {format_value(group)}: {_NO_GROUP}")
                 continue
             if layer_type and group.get("truncate") is False:
                 problems.append(
@@ -449,9 +414,7 @@ def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
                 if None not in (value, group.get(name)) and value != group[name]
             ]
             if not is_local:
-                kept = {**outside, "rope_type": "default", **group}
-                if kept.get(PARTIAL) == 1:  # the default
-                    del kept[PARTIAL]
+                kept = {"rope_type": "default", PARTIAL: 1, **outside, **group}
                 main_groups.append({x: kept[x] for x in kept.keys() - {"type", "finetuned"}})
     if not problems and any(group != main_groups[0] for group in main_groups):
         problems.append(".rope_scaling: must equal rope_parameters. Leave one out.")
@@ -483,8 +446,6 @@ def find_group_problems(
     for name, value in group.items():
         if name not in known and not (name == PARTIAL and value == 1):
             hint = errors.did_you_mean(str(name), known) or " Leave it out."
-            if name == PARTIAL:
-                hint = f" {_WHOLE_HEADS}"
             problems.append(
                 f"{name} = {format_value(value)}: is not implemented for rope_type {type_name} "
                 f"of this model_type.{hint}"
@@ -493,7 +454,7 @@ def find_group_problems(
             problems.append(problem)
     given = {**outside, **group}
     problems += [
-        f"{name}: missing. {_EXAMPLES[name]}"
+        f"{name}: missing. Take it from the config.json of a published model with this type."
         for name in (*rope_type.required, *support.required_fields)
         if name not in given
     ]
@@ -505,17 +466,17 @@ def find_group_problems(
     if problems:
         return problems
     if rope_type.ordered:
-        small, large, example = rope_type.ordered
+        small, large = rope_type.ordered
         low, high = ({"beta_slow": 1, "beta_fast": 32, **given}[name] for name in (small, large))
         if low >= high:
-            problems.append(f"{small} = {low}: must be below {large}, which is {high}. {example}")
+            problems.append(f"{small} = {low}: must be below {large}, which is {high}.")
     sizes: list[Any] = [fields.get(name) for name in ("hidden_size", "num_attention_heads")]
     head_dim: Any = fields.get("head_dim")
     if head_dim is None and all(json_values.is_integer(size) and size > 0 for size in sizes):
         head_dim = sizes[0] // sizes[1]
     if not json_values.is_integer(head_dim) or head_dim <= 0 or head_dim % 2:
         return problems  # the sizes are missing or wrong, which is another problem
-    rotated = count_rotated(head_dim, given)
+    rotated = int(head_dim * given.get(PARTIAL, 1))
     if rotated % 2 or rotated == 0:
         problems.append(
             f"{PARTIAL} = {given.get(PARTIAL, 1)}: gives "

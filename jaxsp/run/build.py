@@ -15,7 +15,7 @@ from jaxsp.core.units import format_count
 from jaxsp.data import tokenizers
 from jaxsp.evaluation import evaluator, long_ppl
 from jaxsp.evaluation.retrieval import Samples
-from jaxsp.hf import token_ids
+from jaxsp.hf import config_fields
 from jaxsp.model import decoder
 from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import param_groups
@@ -191,7 +191,7 @@ def prepare_model(
             has_split_pairs=num_split_pairs > 0,
             common_vocab_size=common_vocab_size,
         ),
-        hf_config=stops.add_to(token_ids.add(hf_config, tokenizer)),
+        hf_config=stops.add_to(config_fields.add_token_ids(hf_config, tokenizer)),
         model_folder=source,
         adapter_folder=adapter.folder,
         model_dir=model_dir,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, token_ids
+from jaxsp.hf import config_fields, model_config
 from jaxsp.model import decoder
 from tests import batches, tolerances
 from tests.hf import oracle
@@ -124,9 +124,9 @@ def test_the_padding_token_is_that_of_transformers_and_stays_in_exports(model, f
     assert parse(fields).padding_id == padding_id
     embedding = oracle.torch_model(fields).get_input_embeddings()
     assert embedding.padding_idx == padding_id
-    resumed = token_ids.add(fields, Tokenizer())
+    resumed = config_fields.add_token_ids(fields, Tokenizer())
     exported = model_config.make_config_json(
-        resumed, dtype="float32", token_ids=token_ids.choose(resumed, Tokenizer())
+        resumed, dtype="float32", token_ids=config_fields.choose_token_ids(resumed, Tokenizer())
     )
     assert parse(resumed).padding_id == parse(exported).padding_id == padding_id
 

@@ -17,17 +17,15 @@ import safetensors.numpy
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.batch import Batch
-from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft, weights
 from jaxsp.hf.multimodal import find_family, is_multimodal, read_text_fields, select_tensors
 from jaxsp.hf.peft import ResolvedAdapter
-from jaxsp.model import decoder
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.run import merging
 from jaxsp.training import trainable
 from tests import batches, tolerances
 from tests.hf import multimodal, oracle
-from tests.messages import assert_names, assert_refused
+from tests.messages import assert_refused
 
 torch = oracle.torch
 hf_peft = pytest.importorskip("peft", reason="peft is not installed (extra `test`)")
@@ -311,22 +309,10 @@ def read_trained(resolved: ResolvedAdapter, table: layers.Weights) -> layers.Wei
 
 
 PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-LLAMA_SOURCES: dict[str, dict[str, Any]] = {
-    "list": {"target_modules": PROJECTIONS},
-    "regex": {"target_modules": r".*\.layers\.\d+\..*_proj"},
-    "all-linear": {"target_modules": "all-linear"},
-    "full names": {
-        "target_modules": [
-            f"model.layers.{layer}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
-            for layer in range(2)
-            for name in PROJECTIONS
-        ]
-    },
-    "excluded": {"target_modules": PROJECTIONS, "exclude_modules": ["down_proj", "mlp.up_proj"]},
-    "all layers": {"target_modules": PROJECTIONS, "layers_to_transform": [0, 1]},
-    "dropout": {"target_modules": PROJECTIONS, "lora_dropout": 0.5},
-}
-SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | {
+SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "regex": ("llama", {"target_modules": r".*\.layers\.\d+\..*_proj"}),
+    "excluded": ("llama", {"target_modules": PROJECTIONS, "exclude_modules": ["mlp.up_proj"]}),
+    "dropout": ("llama", {"target_modules": PROJECTIONS, "lora_dropout": 0.5}),
     "tied": (
         "llama tied",
         {
@@ -339,10 +325,6 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
         "gemma3 with vision",
         {"target_modules": r".*language_model.*\.(q_proj|k_proj)"},
     ),
-    "both gates with vision": (
-        "muse_glimmer with vision",
-        {"target_modules": r".*language_model.*\.(gate_proj|o_proj)"},
-    ),
     "one gate with vision": (
         "muse_glimmer with vision",
         {"target_modules": ["q_proj", "self_attn.gate_proj"], "exclude_modules": ".*vision.*"},
@@ -352,7 +334,6 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
     "rslora": ("phi3", {"target_modules": "all-linear", "use_rslora": True}),
     "dora": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),
     "delta nets": ("qwen3_5", {"target_modules": "all-linear"}),
-    "gates of delta nets": ("qwen3_5", {"target_modules": ["in_proj_a", "in_proj_b", "in_proj_z"]}),
     "rows of each key head": (
         "qwen3_next",
         {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj"]},
@@ -367,7 +348,7 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
     ),
 }
 QUICK_SOURCES = ("regex", "excluded", "tied", "dora")
-E2E_SOURCES = ("full names", "dropout", "rslora", "experts")
+E2E_SOURCES = ("dropout", "rslora", "experts")
 
 
 def mark(name):
@@ -423,27 +404,14 @@ def make_source(directory: pathlib.Path, adapter: pathlib.Path, **changes: Any) 
     [
         ({"peft_type": "IA3"}, ["peft_type", "IA3", "LORA"]),
         ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
-        ({"alpha_pattern": {"q_proj": 4}}, ["alpha_pattern"]),
         ({"bias": "all"}, ["bias"]),
-        ({"lora_bias": True}, ["lora_bias"]),
-        ({"trainable_token_indices": [1]}, ["trainable_token_indices"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
-        ({"layers_to_transform": [1]}, ["down_proj", "1 of 2"]),
-        ({"layers_to_transform": 1}, ["down_proj", "1 of 2"]),
-        ({"target_modules": ["qkv_proj"]}, ["qkv_proj", "q_proj"]),
-        ({"target_modules": "("}, ["target_modules"]),
-        ({"target_modules": None}, ["target_modules"]),
-        ({"target_modules": "(" * 2000 + ")" * 2000}, ["target_modules"]),
-        ({"target_modules": [1]}, ["target_modules"]),
-        ({"exclude_modules": {}}, ["exclude_modules"]),
         ({"modules_to_save": 3}, ["modules_to_save"]),
-        ({"layers_to_transform": "x"}, ["layers_to_transform"]),
-        ({"target_modules": [*PROJECTIONS[:3]]}, ["tensors", "target_modules", "down_proj"]),
         ({"modules_to_save": ["score"]}, ["modules_to_save", "score"]),
         ({"modules_to_save": ["lm_head"]}, ["missing", "lm_head.weight"]),
+        ({"target_parameters": DOWN}, ["target_parameters", "a list of names"]),
         ({"r": 4}, ["shape", "[3, 56]", "[4, 56]"]),
         ({"r": None}, ["r", "null"]),
-        ({"r": 2.5}, ["r", "2.5"]),
         ({"lora_alpha": -1}, ["lora_alpha", "-1"]),
         ({"use_dora": True}, ["type", "dora"]),
     ],
@@ -451,12 +419,8 @@ def make_source(directory: pathlib.Path, adapter: pathlib.Path, **changes: Any) 
 def test_what_is_not_supported_in_an_adapter_is_refused(
     tmp_path, base_of, plain_adapter, changes, words
 ):
-    section = make_source(tmp_path / "theirs", plain_adapter, **changes)
-    with pytest.raises(UserError) as caught:
-        open_source(base_of("llama"), section)
-    (line,) = caught.value.problems
-    assert "\n" not in line
-    assert_names(line, *words, start="adapter.")
+    with assert_refused(*words, start="adapter."):
+        open_source(base_of("llama"), make_source(tmp_path / "theirs", plain_adapter, **changes))
 
 
 def test_the_files_of_an_adapter_are_checked(tmp_path, base_of, plain_adapter):
@@ -465,78 +429,52 @@ def test_the_files_of_an_adapter_are_checked(tmp_path, base_of, plain_adapter):
     path = tmp_path / "theirs/adapter_model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match=r"adapter_model\.safetensors") as caught:
+    with assert_refused("adapter_model.safetensors", "damaged or incomplete"):
         open_source(base, section)
-    assert len(caught.value.problems) == 1
     tensors = safetensors.numpy.load(whole)
-    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
-    del tensors[name]
+    prefix = "base_model.model."
+    name = "model.layers.1.self_attn.v_proj.lora_B.weight"
+    renamed = name.replace("v_proj", "w_proj")
+    tensors[prefix + renamed] = tensors.pop(prefix + name)
     safetensors.numpy.save_file(tensors, path)
-    with pytest.raises(UserError, match=f"missing tensors: {name[len('base_model.model.') :]}"):
+    with assert_refused(f"missing tensors: {name}", renamed):
         open_source(base, section)
     path.rename(path.with_name("adapter_model.bin"))
-    with pytest.raises(UserError, match="pickle"):
+    with assert_refused("pickles"):
         open_source(base, section)
 
 
 @pytest.mark.parametrize(
-    ("changes", "targets"),
+    ("model", "places", "parameters", "words"),
     [
-        ({}, {"q_proj", "in_proj_z"}),
-        ({"layers_to_transform": [0, 1, 2, 3]}, {"q_proj", "in_proj_z"}),
-        ({"layers_to_transform": [0, 1, 3]}, {"in_proj_z"}),
-        ({"layers_to_transform": 2}, {"q_proj"}),
-        ({"exclude_modules": r".*\.2\..*"}, {"in_proj_z"}),
-        ({"layers_to_transform": [0, 2]}, None),
+        ("qwen3_5", {"linear_attn.in_proj_z": (0, 1, 3), "self_attn.q_proj": (2,)}, [], None),
+        ("qwen3_5", {"self_attn.q_proj": (2,)}, [], None),
+        ("qwen3_5", {"linear_attn.in_proj_z": (0,)}, [], ["in_proj_z", "1 of 3 layers"]),
+        ("qwen3_5", {"self_attn.r_proj": (2,)}, [], ["no tensors", "self_attn.q_proj"]),
+        ("qwen3_moe", {}, [DOWN], None),
+        ("qwen3_moe", {}, ["mlp.gate.weight", DOWN], ["mlp.gate.weight", GATE_UP, DOWN]),
     ],
 )
-def test_a_projection_has_adapters_in_the_layers_that_have_it(tmp_path, changes, targets):
-    """Layers 0, 1 and 3 are delta nets, layer 2 has attention."""
-    config = model_config.parse_model_config(oracle.MODELS["qwen3_5"])
-    fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
-    fields |= {"target_modules": ["in_proj_z", "q_proj"]} | changes
+def test_a_projection_has_adapters_in_all_layers_that_have_it(
+    tmp_path, model, places, parameters, words
+):
+    """Layers 0, 1 and 3 of Qwen3.5 are delta nets, layer 2 has attention."""
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_parameters": parameters}
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    stored = {
+        f"base_model.model.model.layers.{layer}.{name}.lora_A.weight": np.zeros((2, 2), np.float32)
+        for name, numbers in places.items()
+        for layer in numbers
+    }
+    safetensors.numpy.save_file(stored, tmp_path / "adapter_model.safetensors")
     section = AdapterConfig(type="lora", source=str(tmp_path))
-    if targets is None:
-        with pytest.raises(UserError, match="in_proj_z has an adapter in 1 of 3 layers"):
+    config = model_config.parse_model_config(oracle.MODELS[model])
+    if words is not None:
+        with assert_refused(*words, start="adapter.source"):
             peft.resolve(section, config)
         return
-    params = jax.tree.leaves(decoder.param_table(peft.resolve(section, config).model))
-    shapes = weights.tensor_shapes([param for param in params if param.is_adapter])
-    places = {"in_proj_z": (0, 1, 3), "q_proj": (2,)}
-    parts = {"in_proj_z": "linear_attn", "q_proj": "self_attn"}
-    assert shapes.keys() == {
-        f"model.layers.{layer}.{parts[name]}.{name}.lora_{matrix}.weight"
-        for name in targets
-        for layer in places[name]
-        for matrix in "AB"
-    }
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"target_parameters": ["mlp.gate.weight", DOWN]}, ["mlp.gate.weight", GATE_UP, DOWN]),
-        (
-            {"target_parameters": [f"model.layers.2.{DOWN}"]},
-            [f"target_parameters: {DOWN} has an adapter in 1 of 3 layers"],
-        ),
-        ({"target_parameters": DOWN}, ["target_parameters", "a list of names"]),
-        ({"target_parameters": [DOWN], "target_modules": ["up_proj"]}, None),
-    ],
-)
-def test_tensors_of_experts_are_in_all_layers_that_have_them(tmp_path, changes, words):
-    """Layer 1 has no experts."""
-    config = model_config.parse_model_config(oracle.MODELS["qwen3_moe"])
-    fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": []}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(fields | changes))
-    section = AdapterConfig(type="lora", source=str(tmp_path))
-    if words is None:
-        resolved = peft.resolve(section, config)
-        assert (resolved.config.targets, resolved.config.target_parameters) == ((), (DOWN,))
-        return
-    with assert_refused(*words, start="adapter.source"):
-        peft.resolve(section, config)
+    resolved = peft.resolve(section, config).config
+    assert ({*resolved.targets}, [*resolved.target_parameters]) == ({*places}, parameters)
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
@@ -571,7 +509,7 @@ def test_tied_weights_that_peft_has_trained_as_copies_are_refused(tmp_path, base
     base = base_of("llama tied")
     with pytest.warns(UserWarning, match="tie_word_embeddings"):
         make_adapter(base, tmp_path / "a", target_modules=["q_proj"], modules_to_save=names)
-    with pytest.raises(UserError, match="use the merged model"):
+    with assert_refused("use the merged model"):
         open_source(base, AdapterConfig(type="lora", source=str(tmp_path / "a")))
 
 
