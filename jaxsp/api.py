@@ -43,10 +43,9 @@ from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft, published
 from jaxsp.hf.weights import check_target, export_model, list_tensors, open_other_parts
 from jaxsp.objectives.distill import find_teacher
-from jaxsp.objectives.objective import Sft
+from jaxsp.objectives.objective import Sft, TileTokens
 from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.registry import OBJECTIVES
-from jaxsp.objectives.token_objective import TileTokens
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import absent, fit, planner
 from jaxsp.planning.planner import Plan

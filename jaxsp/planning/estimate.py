@@ -12,7 +12,6 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core.units import GIB
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
-from jaxsp.objectives.token_objective import TokenObjective
 from jaxsp.optimizers import optimizer
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.system import device_mesh
@@ -212,10 +211,7 @@ def _loss_bytes(spec: StepSpec) -> int:
     tile = min(spec.loss_tile, tokens)
     head = model.num_logits * model.hidden_size
     head_gradient = 4 * head if decoder.lm_head(spec.table).is_trainable else 0
-    per_logit = 6
-    if isinstance(spec.objective, TokenObjective):
-        per_logit += spec.objective.bytes_per_logit
-    logits = per_logit * tile * model.num_logits + head_gradient
+    logits = (6 + spec.objective.bytes_per_logit) * tile * model.num_logits + head_gradient
     if tile == tokens:
         logits = max(logits - head_gradient, 2 * tile * model.num_logits + head_gradient)
     if (teacher := spec.teacher) is not None:

@@ -17,7 +17,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.distill import Distill
-from jaxsp.objectives.token_objective import TileTokens
+from jaxsp.objectives.objective import TileTokens
 from jaxsp.training import specs, step_gradients, trainable
 from tests import batches, tolerances
 from tests.hf import oracle
