@@ -65,7 +65,7 @@ from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
 from jaxsp.run.references import Reference
 from jaxsp.system import cluster, distributed, jax_platform
-from jaxsp.training import train_state, trainable
+from jaxsp.training import train_state
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import find_division_problems
@@ -606,8 +606,8 @@ class Trainer:
         source = self.model.model_folder
         table = self.spec.table
         peft.save_adapter(
-            trainable.select_trained(table, self.spec.select_own(weights)),
-            table=trainable.select_trained(table, table),
+            train_state.select_trained(table, self.spec.select_own(weights)),
+            table=train_state.select_trained(table, table),
             adapter=self.spec.config.adapter,
             model=self.spec.model,
             base=None if source is None else source.source,

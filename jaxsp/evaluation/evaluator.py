@@ -212,7 +212,7 @@ class Evaluator:
     ) -> Sums:
         """Gives the losses of tokens to `takers`, and returns counts and statistics."""
         compute_losses = self._compute_losses
-        master = self.spec.select_state(master)
+        master = {name: master[name] for name in self.spec.state_table}
         schedule = data.make_schedule(self.spec.config.rows_per_step, epochs=1)
         placement = self.spec.placement
         loader = data.make_loader(schedule, placement)
