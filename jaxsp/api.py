@@ -36,10 +36,9 @@ from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft, published
 from jaxsp.hf.weights import check_target, export_model, list_tensors, open_other_parts
 from jaxsp.objectives.distill import find_teacher
-from jaxsp.objectives.objective import Sft
+from jaxsp.objectives.objective import Sft, TileTokens
 from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.registry import OBJECTIVES
-from jaxsp.objectives.token_objective import TileTokens
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import absent, fit, planner
 from jaxsp.planning.planner import Plan
@@ -59,7 +58,7 @@ from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
 from jaxsp.run.references import Reference
 from jaxsp.system import cluster, device_memory, distributed, jax_platform
-from jaxsp.training import train_state, trainable
+from jaxsp.training import train_state
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import find_division_problems
@@ -600,8 +599,8 @@ class Trainer:
         source = self.model.model_folder
         table = self.spec.table
         peft.save_adapter(
-            trainable.select_trained(table, self.spec.select_own(weights)),
-            table=trainable.select_trained(table, table),
+            train_state.select_trained(table, self.spec.select_own(weights)),
+            table=train_state.select_trained(table, table),
             adapter=self.spec.config.adapter,
             model=self.spec.model,
             base=None if source is None else source.source,

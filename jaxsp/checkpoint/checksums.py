@@ -21,7 +21,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.optimizers import optimizer
 from jaxsp.sharding import quantization
 from jaxsp.system import device_memory
-from jaxsp.training import trainable
+from jaxsp.training import train_state
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.
@@ -51,8 +51,8 @@ def unpadded_shapes(
 
 def compute_frozen(table: layers.Weights, weights: layers.Weights) -> dict[str, str]:
     """Returns the checksum of each frozen weight by its path; empty without any."""
-    frozen = trainable.select_frozen(table, table)
-    items = {"base": trainable.select_frozen(table, weights)}
+    frozen = train_state.select_frozen(table, table)
+    items = {"base": train_state.select_frozen(table, weights)}
     return compute_on_devices(name_leaves(items), unpadded_shapes(frozen, items, like="base"))
 
 

@@ -21,8 +21,8 @@ from jaxsp.checkpoint import checksums, run_paths
 from jaxsp.checkpoint.run_paths import META_FILE
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
-from jaxsp.sharding import replicas, sharding
-from jaxsp.training import trainable
+from jaxsp.sharding import sharding
+from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState
 
 _MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
@@ -122,7 +122,7 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
 
 def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weights:
     """Reads the trained weights, float32, without padding. Raises: DamagedCheckpointError."""
-    table = trainable.select_trained(table, table)
+    table = train_state.select_trained(table, table)
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), table)
     stored = _read_item(checkpoint, run_paths.MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
     master = jax.tree.map(sharding.remove_padding, table, stored)
@@ -136,8 +136,8 @@ def restore_weights(
     checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights, frozen: layers.Weights
 ) -> layers.Weights:
     """Restores weights like `restore`."""
-    items = {run_paths.MASTER: trainable.select_trained(table, like)}
-    return trainable.merge(frozen, _restore_items(checkpoint, items, table)[run_paths.MASTER])
+    items = {run_paths.MASTER: train_state.select_trained(table, like)}
+    return train_state.merge(frozen, _restore_items(checkpoint, items, table)[run_paths.MASTER])
 
 
 def restore(
@@ -150,16 +150,16 @@ def restore(
 ) -> TrainState:
     """Restores the state after `num_steps` steps, with shapes and shardings of `like`, on any mesh.
 
-    Args: frozen: the frozen weights (`trainable.select_frozen`), which checkpoints do not contain.
+    Args: frozen: the frozen weights (`select_frozen`), which checkpoints do not contain.
     Raises: DamagedCheckpointError in all processes.
     """
     restored = _restore_items(checkpoint, list_items(like, table), table)
     opt_state = like.opt_state
     if run_paths.OPT in restored:
-        no_state = trainable.select_frozen(table, jax.tree.map(lambda _: None, table))
-        opt_state = trainable.merge(no_state, restored[run_paths.OPT])
+        no_state = train_state.select_frozen(table, jax.tree.map(lambda _: None, table))
+        opt_state = train_state.merge(no_state, restored[run_paths.OPT])
     return TrainState(
-        master=trainable.merge(frozen or {}, restored[run_paths.MASTER]),
+        master=train_state.merge(frozen or {}, restored[run_paths.MASTER]),
         opt_state=opt_state,
         step=jax.device_put(np.int32(num_steps), like.step.sharding),
     )
@@ -190,9 +190,9 @@ def _is_of_teacher(name: str) -> bool:
 
 def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:
     """Returns the items of a checkpoint: trained weights, and their optimizer state if any."""
-    items = {run_paths.MASTER: trainable.select_trained(table, state.master)}
+    items = {run_paths.MASTER: train_state.select_trained(table, state.master)}
     if jax.tree.leaves(state.opt_state):
-        items[run_paths.OPT] = trainable.select_trained(table, state.opt_state)
+        items[run_paths.OPT] = train_state.select_trained(table, state.opt_state)
     return items
 
 
@@ -215,17 +215,17 @@ def _restore_items(
 ) -> dict[str, Any]:
     """Restores items with these shapes and shardings, and checks their checksums."""
     mesh = jax.tree.leaves(items)[0].sharding.mesh
-    is_broadcast = replicas.is_broadcast(mesh)
+    is_broadcast = sharding.is_broadcast(mesh)
 
     def read() -> dict[str, Any]:
         restored: dict[str, Any] = {}
-        if replicas.find_readers(mesh).isdisjoint(mesh.local_devices):
+        if sharding.find_readers(mesh).isdisjoint(mesh.local_devices):
             return restored
         for item, like in items.items():
             # Not strict, because the stored shapes differ: the padding depends on the mesh
             to = jax.tree.map(
                 lambda x: ocp.ArrayRestoreArgs(
-                    sharding=replicas.on_first_replica(x.sharding) if is_broadcast else x.sharding,
+                    sharding=sharding.on_first_replica(x.sharding) if is_broadcast else x.sharding,
                     global_shape=x.shape,
                     dtype=x.dtype,
                     strict=False,
@@ -241,13 +241,13 @@ def _restore_items(
         # With orbax's SingleReplicaArrayHandler, other processes wait forever if a file is damaged
         def receive(like: Any, array: Any = None) -> Any:
             shards = [] if array is None else [x.data for x in array.addressable_shards]
-            result = replicas.broadcast(like, like.sharding, shards)
+            result = sharding.broadcast(like, like.sharding, shards)
             if array is not None:
                 array.delete()
             return result
 
         restored = jax.tree.map(receive, items, *([restored] if restored else []))
-    expected = checksums.unpadded_shapes(trainable.select_trained(table, table), restored)
+    expected = checksums.unpadded_shapes(train_state.select_trained(table, table), restored)
     # Computing checksums is collective. It cannot hang, because every process has read its shards
     found = checksums.compute_on_devices(checksums.name_leaves(restored), expected)
     raise_on_all_processes(checkpoint, lambda: _check_arrays(checkpoint, found, expected))

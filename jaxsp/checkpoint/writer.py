@@ -28,7 +28,7 @@ from jaxsp.core import files, units
 from jaxsp.core.errors import UserError
 from jaxsp.system import device_memory, distributed
 from jaxsp.system.watchdog import RunStatus, read_bytes_written
-from jaxsp.training import trainable
+from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState
 
 MIN_SLICED_BYTES = 2**20
@@ -139,7 +139,7 @@ class CheckpointWriter:
 
     def __post_init__(self, has_separate_folders: bool) -> None:
         self.directory = self.directory.absolute()
-        self._trained = trainable.select_trained(self.table, self.table)
+        self._trained = train_state.select_trained(self.table, self.table)
         self._num_bytes = 0  # of a checkpoint's arrays; known from the first `save`
         self._progress = 0
         """MiB that all processes have written, or progress of their uploads, at the last poll."""

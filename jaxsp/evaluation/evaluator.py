@@ -22,10 +22,8 @@ from jaxsp.evaluation import long_ppl, token_losses
 from jaxsp.evaluation.long_ppl import LongPPL
 from jaxsp.evaluation.position_losses import PositionFields, PositionSums
 from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
-from jaxsp.objectives import derivatives
-from jaxsp.objectives.objective import PairObjective, Sft
-from jaxsp.objectives.pair_sums import PairSums
-from jaxsp.objectives.token_objective import TokenObjective
+from jaxsp.objectives.objective import Sft, TokenObjective
+from jaxsp.objectives.pairs import PairObjective, PairSums
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
 from jaxsp.training.specs import StepSpec
@@ -214,7 +212,7 @@ class Evaluator:
     ) -> Sums:
         """Gives the losses of tokens to `takers`, and returns counts and statistics."""
         compute_losses = self._compute_losses
-        master = self.spec.select_state(master)
+        master = {name: master[name] for name in self.spec.state_table}
         schedule = data.make_schedule(self.spec.config.rows_per_step, epochs=1)
         placement = self.spec.placement
         loader = data.make_loader(schedule, placement)
@@ -261,8 +259,7 @@ def _sum_pairs(spec: StepSpec, documents: Documents, sums: DocumentSums) -> Sums
         num_pairs=jnp.float32(num_pairs),
         num_first_tokens=jnp.float32(sums.num_tokens_D[::2].sum()),
     )
-    losses_P = derivatives.compute_losses(spec.objective, pairs)
-    measured = derivatives.measure(spec.objective, pairs, losses_P)
+    measured = spec.objective.sum_metrics(pairs, spec.objective.compute_losses(pairs))
     counts = {"num_pairs": np.int64(num_pairs), "loss_weight": np.int64(num_pairs)}
     return jax.tree.map(lambda x: _widen(np.asarray(x)), measured) | counts
 

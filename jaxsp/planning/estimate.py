@@ -12,11 +12,10 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core.units import GIB
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
-from jaxsp.objectives.token_objective import TokenObjective
 from jaxsp.optimizers import optimizer
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.system import device_mesh
-from jaxsp.training import trainable
+from jaxsp.training import specs
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_config import StepConfig
 
@@ -110,7 +109,7 @@ def _held_bytes(spec: StepSpec, param: Parameter) -> tuple[int, int]:
     state = optimizer.state_bytes(spec.config.optimizer, param, num_shards)
     if spec.is_on_host(param):
         return 0, state.others
-    return sharding.shard_bytes(param, num_shards), state.total
+    return sharding.shard_bytes(param, num_shards), sum(state)
 
 
 def _stream_bytes(spec: StepSpec) -> int:
@@ -212,10 +211,7 @@ def _loss_bytes(spec: StepSpec) -> int:
     tile = min(spec.loss_tile, tokens)
     head = model.num_logits * model.hidden_size
     head_gradient = 4 * head if decoder.lm_head(spec.table).is_trainable else 0
-    per_logit = 6
-    if isinstance(spec.objective, TokenObjective):
-        per_logit += spec.objective.bytes_per_logit
-    logits = per_logit * tile * model.num_logits + head_gradient
+    logits = (6 + spec.objective.bytes_per_logit) * tile * model.num_logits + head_gradient
     if tile == tokens:
         logits = max(logits - head_gradient, 2 * tile * model.num_logits + head_gradient)
     if (teacher := spec.teacher) is not None:
@@ -273,7 +269,7 @@ def offloaded_bytes(model: ModelConfig, config: StepConfig, *, num_shards: int) 
     weights = moments = gradients = frozen = 0
     memory = config.memory
     if memory.offload_optimizer != "none":
-        table = trainable.build_table(model, config)
+        table = specs.build_table(model, config)
         for param in filter(host_offload.should_offload, jax.tree.leaves(table)):
             num_bytes = sharding.shard_bytes(param, num_shards)
             if param.is_trainable:

@@ -14,7 +14,7 @@ from jaxsp.model import adapters
 from jaxsp.run import config_file, merging, model_files, resume, stop_tokens
 from jaxsp.run.config_file import Config
 from jaxsp.system import jax_platform
-from jaxsp.training import trainable
+from jaxsp.training import specs, train_state
 
 
 def export(
@@ -68,13 +68,13 @@ def export(
     parts = None
     if copies_parts:
         parts = _open_other_parts(run, source, config, model, kind=meta.model["model_type"])
-    table = trainable.build_table(model, config.step)
+    table = specs.build_table(model, config.step)
     weights = reader.read_weights(checkpoint, table)
     model_dir = resume.find_model_dir(checkpoint)
     if is_adapter:
         peft.save_adapter(
             weights,
-            table=trainable.select_trained(table, table),
+            table=train_state.select_trained(table, table),
             adapter=config.adapter,
             model=model,
             base=config.model.source,

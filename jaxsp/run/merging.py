@@ -21,7 +21,7 @@ from jaxsp.model import decoder
 from jaxsp.run.config_file import Config
 from jaxsp.sharding import quantization, sharding
 from jaxsp.system import device_memory
-from jaxsp.training import trainable
+from jaxsp.training import specs, train_state
 
 ReadLayer = Callable[[int | None], np.ndarray]
 """Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
@@ -45,8 +45,8 @@ def merge_base(
             f"{suggestion}"
         )
     base = weights.open_folder(folder.find(config.model.source), decoder.plain_table(model))
-    table = trainable.build_table(model, config.step)
-    frozen = trainable.select_frozen(table, table)
+    table = specs.build_table(model, config.step)
+    frozen = train_state.select_frozen(table, table)
 
     def compute_checksum(param: Parameter) -> Any:
         """Checksum of a frozen weight as training stored it; all of its layers are in memory."""
@@ -56,7 +56,7 @@ def merge_base(
 
     found = {"base": jax.tree.map(compute_checksum, frozen)}
     reader.check_base(checkpoint, checksums.name_leaves(found))
-    whole = trainable.merge(trained, jax.tree.map(lambda param: base, frozen))
+    whole = train_state.merge(trained, jax.tree.map(lambda param: base, frozen))
     return merge_state(whole, table=table, model=model)
 
 

@@ -17,7 +17,7 @@ from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.run.config_file import Config
-from jaxsp.training import trainable, weight_init
+from jaxsp.training import specs, train_state
 from jaxsp.training.specs import StepSpec
 
 if TYPE_CHECKING:
@@ -169,25 +169,25 @@ class InitialWeights:
     """Weights of the objective's teacher, if it is another model."""
 
     def make(self, *, frozen_only: bool = False) -> layers.Weights:
-        """All weights on the step's mesh, or those of `trainable.select_frozen`."""
+        """All weights on the step's mesh, or those of `train_state.select_frozen`."""
         spec = self.spec
         table = spec.table
         if frozen_only:
-            table = trainable.select_frozen(table, table)
+            table = train_state.select_frozen(table, table)
         place: dict[str, Any] = {"mesh": spec.mesh, "is_on_host": spec.is_on_host}
         made: layers.Weights = {}
         for reader in (None, *filter(None, (self.reader, self.adapter_reader))):
             is_own = lambda param, reader=reader: self._find_reader(param) is reader
-            part = trainable.select(table, table, is_own)
+            part = specs.select(table, table, is_own)
             if reader is None:
-                loaded = weight_init.random_weights(part, seed=spec.config.seed, **place)
+                loaded = train_state.random_weights(part, seed=spec.config.seed, **place)
             else:
-                loaded = weight_init.load_weights(part, read_slice=reader.read, **place)
-            made = trainable.merge(made, loaded)
+                loaded = train_state.load_weights(part, read_slice=reader.read, **place)
+            made = train_state.merge(made, loaded)
         if self.teacher is not None:
             made["teacher"] = self.teacher.make()
         if self.adapter_reader is None:
-            made = weight_init.init_magnitudes(table, made, mesh=spec.mesh)
+            made = train_state.init_magnitudes(table, made, mesh=spec.mesh)
         return made
 
     def _find_reader(self, param: Parameter) -> WeightReader | None:

@@ -14,7 +14,7 @@ from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.model import tiling
-from jaxsp.objectives.token_objective import TileTokens
+from jaxsp.objectives.objective import TileTokens
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Sums
 

@@ -21,7 +21,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, Batch, partition_specs
-from jaxsp.objectives.token_objective import TileTokens, TokenObjective
+from jaxsp.objectives.objective import TileTokens
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.system import device_memory
 from jaxsp.training import metric_table, microbatch
@@ -198,10 +198,9 @@ def compute_numbers(
 def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
     """Function that computes what is differentiated from the sums of a device over a microbatch.
 
-    It is the sum of token losses, which is divided by the loss tokens of the step at the end, or by
-    `TokenObjective.find_divisor`; with an objective for pairs the weighted sum, which is divided by
-    the pairs.
-    Losses of routers are means over rows, with a factor that makes up for that.
+    It is the sum of token losses, or the weighted sum with an objective for pairs, which is divided
+    by `Objective.find_divisor` at the end. Losses of routers are means over rows, and have a factor
+    that makes up for that.
 
     Args: batch: that of the step.
     """
@@ -234,15 +233,11 @@ def _sum_over_mesh(spec: StepSpec, sums: Sums, batch: Batch) -> Sums:
         "num_tokens": count(batch.lengths_BM, axes.GROUPS),
         "num_loss_tokens": count(batch.labels_BL != NO_LABEL, axes.ALL),
     }
-    sums["loss_weight"] = sums["num_loss_tokens"]
-    objective = spec.objective
-    if isinstance(objective, TokenObjective):
-        if objective.is_by_document:  # every document in a row has a loss token
-            sums["num_trajectories"] = count(batch.lengths_BM > 0, axes.GROUPS)
-        sums["loss_weight"] = objective.find_divisor(sums)
+    if spec.objective.is_by_document:  # every document in a row has a loss token
+        sums["num_trajectories"] = count(batch.lengths_BM > 0, axes.GROUPS)
     if batch.documents_BM is not None:
         sums["num_pairs"] = count(batch.documents_BM >= 0, axes.GROUPS) // 2
-        sums["loss_weight"] = sums["num_pairs"]
+    sums["loss_weight"] = spec.objective.find_divisor(sums)
     if batch.weights_BL is not None:
         weights_BL = jnp.where(batch.labels_BL != NO_LABEL, batch.weights_BL, 0.0)
         sums["loss_weight"] = jax.lax.psum(weights_BL.sum(), axes.ALL)

@@ -19,10 +19,9 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.data_config import FORMATS, DataConfig
 from jaxsp.data.plain import Text
 from jaxsp.data.source import Source
-from jaxsp.objectives import derivatives
-from jaxsp.objectives.objective import Objective, PairObjective, Sft
+from jaxsp.objectives.objective import LENGTH, Objective, Sft, TokenObjective
+from jaxsp.objectives.pairs import PairObjective
 from jaxsp.objectives.registry import OBJECTIVES
-from jaxsp.objectives.token_objective import LENGTH, TokenObjective
 from jaxsp.optimizers.registry import OPTIMIZERS, Optimizer
 from jaxsp.optimizers.schedules import SCHEDULES, Cosine, Schedule
 from jaxsp.run.config_file import Config
@@ -209,7 +208,7 @@ def test_one_class_adds_an_optimizer_or_a_schedule():
 def test_one_class_adds_an_objective():
     config = config_file.parse(SCHEMA, FIELDS)
     pairs = test_preferences.make_pairs([[0, -5]], counts=2.0)
-    assert derivatives.compute_losses(config.objective, pairs) == 4
+    assert config.objective.compute_losses(pairs) == 4
 
 
 def test_one_class_adds_an_objective_of_tokens():

@@ -132,9 +132,9 @@ def test_tokens_are_not_copied(tmp_path):
 
 
 def test_documents_without_labels_are_an_error():
-    for documents, labels in (([[1], [2]], None), ([[1, 2]], [[1, -100]]), ([[]], None)):
+    for tokens, labels in (([[1], [2]], None), ([[1, 2]], [[1, -100]]), ([[]], None)):
         with pytest.raises(UserError, match=r"label.*-100"):
-            Documents([dataset(documents, labels)])
+            Documents([dataset(tokens, labels)])
 
 
 def test_a_document_with_more_tokens_than_positions_is_an_error(monkeypatch):

@@ -22,7 +22,7 @@ from jaxsp.planning import fit, memory_problems
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.run import config_file, selfcheck
 from jaxsp.sharding import host_offload
-from jaxsp.training import compile_options, train_state, train_step, weight_init
+from jaxsp.training import compile_options, train_state, train_step
 from jaxsp.training.specs import make_spec
 from tests import batches, tolerances
 
@@ -123,7 +123,7 @@ def train_three_steps(gpu, option, dtype="float32"):
     memory = OPTIONS[option] if option else {"remat": "save_attention"}
     spec = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
     step = fit.compile_fitting_step(spec)
-    start = weight_init.random_weights(
+    start = train_state.random_weights(
         spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
     )
     before = {
@@ -209,7 +209,7 @@ def test_a_run_continues_during_a_save_and_resumes_from_it(gpu, option, tmp_path
     """Offloaded state is written from host memory that the next step reuses."""
     spec = make_program(gpu, OPTIONS[option], "float32")
     run = train_step.compile(spec)
-    start = weight_init.random_weights(
+    start = train_state.random_weights(
         spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
     )
     state = train_state.init_state(spec, start)

@@ -21,7 +21,7 @@ from jaxsp.core import axes
 from jaxsp.hf import folder, weights
 from jaxsp.model import decoder
 from jaxsp.system import device_mesh
-from jaxsp.training import weight_init
+from jaxsp.training import train_state
 from tests import batches
 
 NUM_SHARDS = 8
@@ -104,7 +104,7 @@ def worker(name: str, num_bytes: str, port: str, index: str) -> None:
     table = decoder.param_table(model(float(num_bytes)))
     jax.block_until_ready([jax.device_put(np.zeros(1), device) for device in jax.local_devices()])
     before = resident("VmRSS")
-    master = weight_init.load_weights(table, mesh, weights.open_folder(source, table).read)
+    master = train_state.load_weights(table, mesh, weights.open_folder(source, table).read)
     peak = Peak(
         before=before,
         peak=resident("VmHWM"),

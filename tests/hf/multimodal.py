@@ -15,7 +15,7 @@ from jaxsp.hf import folder, model_config, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model import decoder
-from jaxsp.training import weight_init
+from jaxsp.training import train_state
 from tests import batches, tolerances
 from tests.hf import oracle
 
@@ -108,7 +108,7 @@ def import_folder(
     fields = model_config.resolve_fields(source.config_fields, config)
     table = decoder.param_table(model_config.parse_model_config(fields))
     reader = weights.open_folder(source, table)
-    return source, fields, weight_init.load_weights(table, batches.mesh(1, 1, 1), reader.read)
+    return source, fields, train_state.load_weights(table, batches.mesh(1, 1, 1), reader.read)
 
 
 def check_logits(model: Any, config: ModelConfig, master: Weights) -> None:

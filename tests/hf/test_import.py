@@ -16,7 +16,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, weights
 from jaxsp.model import decoder
 from jaxsp.sharding import sharding
-from jaxsp.training import weight_init
+from jaxsp.training import train_state
 from tests import batches
 from tests.hf import oracle
 
@@ -51,7 +51,7 @@ def read(
     """The table of a folder's model, and its weights, imported on a mesh and unsharded."""
     source = folder.find(str(directory))
     table = decoder.param_table(model_config.parse_model_config(source.config_fields))
-    stored = weight_init.load_weights(
+    stored = train_state.load_weights(
         table, batches.mesh(*sizes), weights.open_folder(source, table).read
     )
     return table, jax.tree.map(

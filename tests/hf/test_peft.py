@@ -22,7 +22,7 @@ from jaxsp.hf.multimodal import find_family, is_multimodal, read_text_fields, se
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.run import merging
-from jaxsp.training import trainable
+from jaxsp.training import specs, train_state
 from tests import batches, tolerances
 from tests.hf import multimodal, oracle
 from tests.messages import assert_refused
@@ -179,7 +179,7 @@ def resolve(base: Base, section: AdapterConfig) -> tuple[ResolvedAdapter, layers
     """The adapter, and the parameter table of the model with it."""
     resolved = peft.resolve(section, base.config)
     config = batches.make_config(adapter=resolved.config.model_dump())
-    return resolved, trainable.build_table(resolved.model, config.step)
+    return resolved, specs.build_table(resolved.model, config.step)
 
 
 def draw_trained(table: layers.Weights) -> layers.Weights:
@@ -190,12 +190,12 @@ def draw_trained(table: layers.Weights) -> layers.Weights:
         values = rng.normal(0, 0.1, param.stacked_shape).astype(np.float32)
         return values if param.is_matrix else 1 + np.abs(values)
 
-    return jax.tree.map(draw, trainable.select_trained(table, table))
+    return jax.tree.map(draw, train_state.select_trained(table, table))
 
 
 def jaxsp_result(base: Base, resolved: ResolvedAdapter, table, trained) -> oracle.Result:
     tensors = base.tensors
-    frozen_table = trainable.select_frozen(table, table)
+    frozen_table = train_state.select_frozen(table, table)
     names = {
         name
         for param in jax.tree.leaves(frozen_table)
@@ -203,7 +203,7 @@ def jaxsp_result(base: Base, resolved: ResolvedAdapter, table, trained) -> oracl
         for _, name in param.list_tensors(layer)
     }
     frozen = {name: torch.from_numpy(tensors[name]) for name in names}
-    weights = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
+    weights = train_state.merge(trained, oracle.stacked(frozen, frozen_table))
     arrays = oracle.packed_rows(SEGMENTS, vocab_size=base.config.vocab_size)
     batch = Batch(**jax.tree.map(jnp.asarray, arrays))
     return oracle.jaxsp_result(resolved.model)(weights, batch)
@@ -242,7 +242,7 @@ def export(base: Base, section: AdapterConfig, directory: pathlib.Path):
 def save(base: Base, resolved: ResolvedAdapter, table, trained, directory: pathlib.Path) -> None:
     peft.save_adapter(
         trained,
-        table=trainable.select_trained(table, table),
+        table=train_state.select_trained(table, table),
         adapter=resolved.config,
         model=resolved.model,
         base=str(base.directory),
@@ -264,9 +264,9 @@ def test_an_export_has_the_same_loss_and_gradients_in_peft(tmp_path, base_of, ca
 
     actual = jaxsp_result(base, resolved, table, trained)
     expected = peft_result(base, model)
-    trained_table = trainable.select_trained(table, table)
+    trained_table = train_state.select_trained(table, table)
     named = batches.name_leaves(oracle.stacked(expected.gradients, trained_table))
-    found = batches.name_leaves(trainable.select_trained(table, actual.gradients))
+    found = batches.name_leaves(train_state.select_trained(table, actual.gradients))
     errors = {name: batches.relative_error(found[name], named[name]) for name in named}
     errors["loss"] = batches.relative_error(actual.loss, expected.loss)
     worst = max(errors, key=lambda key: errors[key])
@@ -305,7 +305,7 @@ def read_trained(resolved: ResolvedAdapter, table: layers.Weights) -> layers.Wei
             return reader.read(param, None, whole)
         return np.stack([reader.read(param, layer, whole) for layer in param.layers])
 
-    return jax.tree.map(read, trainable.select_trained(table, table))
+    return jax.tree.map(read, train_state.select_trained(table, table))
 
 
 PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -482,10 +482,10 @@ def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
     base = base_of(model)
     section = Case(model, targets=["q_proj"], target_parameters=(GATE_UP, DOWN)).section
     resolved, table, trained = export(base, section, tmp_path / "adapter")
-    frozen_table = trainable.select_frozen(table, table)
+    frozen_table = train_state.select_frozen(table, table)
     names = {name for name in base.tensors if "correction" not in name}
     frozen = {name: torch.from_numpy(base.tensors[name]) for name in names}
-    state = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
+    state = train_state.merge(trained, oracle.stacked(frozen, frozen_table))
     plain_table, merged = merging.merge_state(state, table=table, model=resolved.model)
     ours = weights.list_tensors(merged, plain_table, "float32")
     adapted = hf_peft.PeftModel.from_pretrained(base.load(), tmp_path / "adapter")

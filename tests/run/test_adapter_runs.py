@@ -22,7 +22,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, weights
 from jaxsp.model import adapters, decoder
 from jaxsp.run import build, config_file, preflight
-from jaxsp.training import trainable
+from jaxsp.training import specs, train_state
 from tests import batches, commands, tolerances
 from tests.messages import assert_refused
 from tests.small_runs import make_fields, train
@@ -75,7 +75,7 @@ def read_trained(folder: pathlib.Path) -> dict[str, np.ndarray]:
     """Weights of the last checkpoint, by path."""
     config = settings(folder)
     plain = model_config.parse_model_config(batches.UNEVEN_LLAMA)
-    table = trainable.build_table(adapters.add_adapter(plain, config.adapter), config.step)
+    table = specs.build_table(adapters.add_adapter(plain, config.adapter), config.step)
     weights = reader.read_weights(folder / f"run/checkpoints/{STEPS}", table)
     return batches.name_leaves(weights)
 
@@ -229,7 +229,7 @@ def test_the_library_trains_adapters_and_saves_them_alone_and_merged(straight, t
         trained_model.step(batch)
     master = trained_model.state.master
     after = batches.name_leaves(master)
-    trained = batches.name_leaves(trainable.select_trained(trained_model.spec.table, master))
+    trained = batches.name_leaves(train_state.select_trained(trained_model.spec.table, master))
     for path in after:
         is_same = batches.is_bitwise_equal(after[path], before[path])
         assert is_same == (path not in trained), path

@@ -16,7 +16,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.hf import peft
 from jaxsp.run import build, config_file, references, trainer
-from jaxsp.training import trainable
+from jaxsp.training import train_state
 from tests import batches, commands
 
 pytestmark = pytest.mark.e2e
@@ -198,7 +198,7 @@ def write_adapter(folder, kind):
     if not directory.exists():
         config = settings(folder, "unused", adapter={"type": kind, "rank": 4})
         spec = build.build_training(config, devices=jax.devices()[:1]).spec
-        table = trainable.select_trained(spec.table, spec.table)
+        table = train_state.select_trained(spec.table, spec.table)
         rng = np.random.default_rng(5)
         draw = lambda param: rng.uniform(0.05, 0.2, param.stacked_shape).astype(np.float32)
         peft.save_adapter(

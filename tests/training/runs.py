@@ -21,7 +21,7 @@ from jaxsp.model.remat import RematPolicy
 from jaxsp.run.config_file import Config
 from jaxsp.sharding import quantization, sharding
 from jaxsp.system import device_mesh
-from jaxsp.training import step_gradients, train_state, train_step, trainable
+from jaxsp.training import step_gradients, train_state, train_step
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances, unsharded
@@ -224,7 +224,7 @@ def check_gradients(
     gradients, actual = run.gradients(run.state(weights).master, run.rows(arrays))
     (loss, num_correct), expected = compile_reference(run.spec.model)(weights, arrays)
     actual_leaves = run.unpad(gradients)
-    expected_leaves = batches.name_leaves(trainable.select_trained(run.spec.table, expected))
+    expected_leaves = batches.name_leaves(train_state.select_trained(run.spec.table, expected))
     assert actual_leaves.keys() == expected_leaves.keys()
     differences = {
         name: batches.relative_error(actual_leaves[name], expected_leaves[name])

@@ -17,7 +17,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.model import adapters
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.sharding import quantization
-from jaxsp.training import trainable
+from jaxsp.training import specs, train_state
 from tests import batches, tolerances
 from tests.attention.strategies import make_strategy
 from tests.messages import assert_names
@@ -140,7 +140,7 @@ def test_loss_gradients_and_weights_are_those_of_a_plain_program(run_of, name, r
     _, gradients = runs.compile_reference(run.spec.model)(weights, runs.ROWS)
     state, _ = run.step(run.state(weights), run.rows(runs.ROWS))
     after = run.unpad(state.master)
-    trained = batches.name_leaves(trainable.select_trained(run.spec.table, gradients))
+    trained = batches.name_leaves(train_state.select_trained(run.spec.table, gradients))
     for path, gradient in trained.items():
         error = batches.relative_error(after[path], before[path] - gradient)
         assert error < tolerances.MESH, path
@@ -183,7 +183,7 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits
         state, first = run.step(state, rows)
         later = dataclasses.replace(run.state(weights), step=jnp.full_like(state.step, 7))
         _, second = run.step(later, rows)
-        trained = trainable.select_trained(
+        trained = train_state.select_trained(
             run.spec.table, jax.tree.map(runs.remove_padding, run.spec.table, state.master)
         )
         results.append((float(first["loss"]), float(second["loss"]), batches.name_leaves(trained)))
@@ -214,7 +214,7 @@ def test_matrices_of_experts_are_quantized_and_routers_are_not():
     model = adapters.add_adapter(batches.expert_model(), config.adapter)
     formats = {
         param.hf_name.removeprefix("model.layers.{layer}.").removesuffix(".weight"): param.frozen_as
-        for param in jax.tree.leaves(trainable.build_table(model, config.step)["layers"])
+        for param in jax.tree.leaves(specs.build_table(model, config.step)["layers"])
     }
     experts = [f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")]
     assert {formats[name] for name in (*experts, "self_attn.q_proj")} == {"nf4"}

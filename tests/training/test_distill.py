@@ -17,8 +17,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.distill import Distill
-from jaxsp.objectives.token_objective import TileTokens
-from jaxsp.training import specs, step_gradients, trainable
+from jaxsp.objectives.objective import TileTokens
+from jaxsp.training import specs, step_gradients
 from tests import batches, tolerances
 from tests.hf import oracle
 from tests.training import runs
@@ -182,7 +182,7 @@ def test_a_model_with_an_adapter_learns_from_its_base_without_a_copy(small_shard
             adapter=AdapterConfig(type="lora"),
         )
         weights = runs.draw_weights(student)
-        base = trainable.select(spec.table, weights, lambda param: not param.is_adapter)
+        base = specs.select(spec.table, weights, lambda param: not param.is_adapter)
         copy = {"teacher": base} if teacher else {}
         master = runs.put_weights(spec.state_table, weights | copy, spec.mesh)
         compute = jax.jit(functools.partial(step_gradients.compute_gradients, spec))

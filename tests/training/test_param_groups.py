@@ -10,7 +10,7 @@ from jaxsp.blocks.config import DELTA_NET, LayerConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
-from jaxsp.training import trainable
+from jaxsp.training import specs
 from tests import batches
 from tests.messages import assert_names
 from tests.training import runs
@@ -102,7 +102,7 @@ def test_frozen_weights_keep_the_dtype_that_the_model_computes_with(quantization
     model = dataclasses.replace(batches.model(), layers=layers, delta_net=sizes)
     adapter = {"type": "lora", "quantization": quantization}
     frozen_config = batches.make_config(compute_dtype="bfloat16", adapter=adapter)
-    table = trainable.build_table(model, frozen_config.step)
+    table = specs.build_table(model, frozen_config.step)
     formats = {
         param.hf_name.rpartition("}.")[2]: param.frozen_as for param in jax.tree.leaves(table)
     }

@@ -12,8 +12,8 @@ import pytest
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core.errors import UserError
+from jaxsp.objectives.objective import LENGTH, TileTokens
 from jaxsp.objectives.policy import Policy
-from jaxsp.objectives.token_objective import LENGTH, TileTokens
 from jaxsp.run import config_file
 from jaxsp.training import step_gradients
 from tests import batches, messages, tolerances

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp.model import decoder
-from jaxsp.training import step_gradients, weight_init
+from jaxsp.training import step_gradients, train_state
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -79,7 +79,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
 
     Otherwise their rounding, 0.17 % of each matrix, would be most of the difference.
     """
-    start = weight_init.random_weights(
+    start = train_state.random_weights(
         decoder.param_table(FAMILIES[family]), seed=0, mesh=batches.mesh(1, 1, 1)
     )
     weights = jax.tree.map(lambda weight: weight.astype("bfloat16").astype("float32"), start)

@@ -12,9 +12,7 @@ from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.objectives import derivatives
-from jaxsp.objectives.pair_sums import PairSums
-from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Kto, Orpo, Robust, Simpo
+from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Kto, Orpo, PairSums, Robust, Simpo
 from jaxsp.training import step_gradients
 from tests import batches, tolerances
 from tests.training import preferences, runs
@@ -100,7 +98,7 @@ def test_losses_and_their_derivatives_equal_the_papers_formulas(name):
         num_pairs=jnp.float32(preferences.NUM_PAIRS),
         num_first_tokens=jnp.float32(counts_D[::2].sum()),
     )
-    losses_P, derivatives_P2 = derivatives.differentiate(config, pairs)
+    losses_P, derivatives_P2 = config.differentiate(pairs)
     loss, expected_D = jax.value_and_grad(
         lambda logps_D: preferences.reference_loss(config, logps_D, RECORDS)
     )(logps_D)
@@ -130,7 +128,7 @@ def make_pairs(logps, counts=1.0):
 
 def test_orpo_is_finite_for_answers_of_probability_1():
     pairs = make_pairs([[0, -5], [-5, 0], [0, 0]])
-    losses_P, derivatives_P2 = derivatives.differentiate(OBJECTIVES["orpo"], pairs)
+    losses_P, derivatives_P2 = OBJECTIVES["orpo"].differentiate(pairs)
     assert np.isfinite(losses_P).all()
     assert np.isfinite(derivatives_P2).all()
 
@@ -138,11 +136,11 @@ def test_orpo_is_finite_for_answers_of_probability_1():
 def test_rewards_that_differ_by_rounding_only_are_equal_and_means_of_long_answers_are_not():
     config = OBJECTIVES["simpo"]
     pairs = make_pairs([[-100000, -105000]], counts=100000.0)
-    sums = derivatives.measure(config, pairs, jnp.zeros(1))
+    sums = config.sum_metrics(pairs, jnp.zeros(1))
     assert sums["num_pairs_right"] == 1
     config = OBJECTIVES["dpo"]
     pairs = make_pairs([[-100, -100.00003], [-100, -101]])
-    sums = derivatives.measure(config, pairs, jnp.zeros(2))
+    sums = config.sum_metrics(pairs, jnp.zeros(2))
     assert sums["num_pairs_right"] == 1
 
 

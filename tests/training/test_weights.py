@@ -8,9 +8,9 @@ import pytest
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.model import decoder
-from jaxsp.sharding import replicas, sharding
+from jaxsp.sharding import sharding
 from jaxsp.sharding.sharding import Gather, Placement, Shard
-from jaxsp.training import weight_init
+from jaxsp.training import train_state
 from tests import batches
 from tests.training import runs
 
@@ -63,7 +63,7 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(
 ):
     mesh = batches.mesh(*sizes)
     if has_process_per_replica:
-        monkeypatch.setattr(replicas, "find_readers", lambda mesh: {*mesh.devices[0].flat})
+        monkeypatch.setattr(sharding, "find_readers", lambda mesh: {*mesh.devices[0].flat})
     table = decoder.param_table(runs.MODEL)
     whole = runs.draw_weights(runs.MODEL)
     of_row = dict(
@@ -77,7 +77,7 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(
         counts[row.hf_name][place] += 1
         return np.asarray(of_row[row.hf_name][place], np.float32)
 
-    loaded = weight_init.load_weights(table, mesh, read)
+    loaded = train_state.load_weights(table, mesh, read)
     right = runs.put_weights(table, whole, mesh)
     for row, actual, put in zip(*map(jax.tree.leaves, (table, loaded, right)), strict=True):
         assert (actual.shape, actual.dtype, actual.sharding) == (
@@ -96,7 +96,7 @@ def test_random_steps_have_a_softplus_with_a_uniform_logarithm():
         "a": Parameter(shape=(4000,), hf_name="a", mean=1.0, softplus_range=(1e-3, 0.1)),
         "b": Parameter(shape=(3,), hf_name="b", mean=1.0, softplus_range=(1e-2, 1e-2)),
     }
-    drawn = weight_init.random_weights(params, seed=5, mesh=batches.mesh(1, 1, 1))
+    drawn = train_state.random_weights(params, seed=5, mesh=batches.mesh(1, 1, 1))
     steps = np.log1p(np.exp(np.asarray(drawn["a"], np.float64)))
     exponents = np.log10(steps)
     assert (exponents.min(), exponents.max()) == pytest.approx((-3, -1), abs=0.01)
@@ -110,7 +110,7 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
         jax.tree.map(
             runs.remove_padding,
             table,
-            weight_init.random_weights(table, seed=5, mesh=batches.mesh(*sizes)),
+            train_state.random_weights(table, seed=5, mesh=batches.mesh(*sizes)),
         )
         for sizes in ((1, 1, 1), (1, 2, 4))
     )
@@ -138,7 +138,7 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
 def test_another_seed_gives_other_weights():
     table = {"a": Parameter(shape=(30, 40), hf_name="a", std=1.0)}
     one, two = (
-        weight_init.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"]
+        train_state.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"]
         for seed in (1, 2)
     )
     assert np.mean(np.asarray(one) == np.asarray(two)) < 0.01
