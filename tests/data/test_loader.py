@@ -10,7 +10,8 @@ import pytest
 
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
-from jaxsp.data import dataset, documents
+from jaxsp.data import dataset
+from jaxsp.data import documents as documents_module
 from jaxsp.data.documents import Documents
 from jaxsp.data.loader import RowPlacement
 from jaxsp.data.packing import PackedEpochs
@@ -287,7 +288,7 @@ class Recorded(Documents):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_token_is_read_once(mesh, monkeypatch):
-    make_slots = documents.make_slots
+    make_slots = documents_module.make_slots
     slots_made = []
     monkeypatch.setattr(
         row_reader,
