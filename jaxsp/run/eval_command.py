@@ -44,7 +44,7 @@ def evaluate(
     given = given_model.find(what)
     config = _load_config(given, config_path, changes, needs_data=lm_eval is None)
     run = None if given.checkpoint is None else run_paths.find_run_dir(given.checkpoint)
-    target = _choose_target(out, None if files.is_url(what) else run, baseline)
+    target = _choose_target(out, None if files.is_url(what) else run)
     preflight.start(config, process)
     tasks = None
     if lm_eval is not None:
@@ -111,9 +111,7 @@ def evaluate(
         comparison.print_table(console, before, lines)
 
 
-def _choose_target(
-    out: str | None, run: pathlib.Path | None, baseline: str | None
-) -> pathlib.Path | None:
+def _choose_target(out: str | None, run: pathlib.Path | None) -> pathlib.Path | None:
     """File of --out, else a run's directory; None if a run may be writing to a store, or there is
     none."""
     target = run if out is None else pathlib.Path(out)
@@ -125,14 +123,6 @@ def _choose_target(
             f"--out = {target}: {folder} must be a folder that can be written. Use --out FILE "
             "with a file in such a folder."
         )
-    if baseline is not None:
-        files = [comparison.list_files(path) for path in (target, baseline)]
-        written, read = ({path.resolve() for path in paths} for paths in files)
-        if written & read:
-            raise UserError(
-                f"--baseline = {baseline}: the results would be added to it. Use --out FILE with "
-                "another file."
-            )
     return target
 
 

@@ -30,8 +30,8 @@ from jaxsp.model import adapters, decoder
 from jaxsp.run import config_file, model_files, resume
 from jaxsp.run.config_file import Config
 from jaxsp.sharding import quantization, sharding
-from jaxsp.system import jax_platform
-from jaxsp.training import train_state
+from jaxsp.system import device_memory, jax_platform
+from jaxsp.training import specs, train_state
 
 
 def export(

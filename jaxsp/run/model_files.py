@@ -27,7 +27,7 @@ from jaxsp.model import decoder
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
-from jaxsp.training import train_state
+from jaxsp.training import specs, train_state
 from jaxsp.training.specs import StepSpec
 
 if TYPE_CHECKING:

@@ -304,9 +304,9 @@ class Loop:
         )
         began = time.perf_counter()
         lines = []
-        files = {metrics.EVAL_FILE: self._eval_sets, metrics.TASKS_FILE: self._tasks}
-        for file, results in files.items():
-            for line in results.run(state.master, num_steps=step, on_batch=status.heartbeat):
+        for evaluator in (self._eval_sets, self._tasks):
+            file = metrics.EVAL_FILE if evaluator is self._eval_sets else metrics.TASKS_FILE
+            for line in evaluator.run(state.master, num_steps=step, on_batch=status.heartbeat):
                 lines.append(line)
                 self._out.metrics.write(file, line)
                 print_line(output.format_result(line))

@@ -15,7 +15,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data import tokenizers
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.run import build, config_file, model_files
-from tests import batches
+from tests import batches, small_runs
 from tests.data import chats
 
 torch = pytest.importorskip("torch", reason="the harness's own model needs torch")
@@ -68,13 +68,8 @@ def models(folder):
     from jaxsp.evaluation import harness
 
     own = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=ROW_TOKENS - 1)
-    fields = {
-        "run": {"directory": "unused", "steps": 1},
-        "data": {"train": [{"source": "unused", "format": "tokens"}], "row_tokens": ROW_TOKENS},
-        "batch": {"rows_per_step": 1},
-        "model": {"source": str(folder), "compute_dtype": "float32"},
-        "optimizer": {"learning_rate": 0.0},
-    }
+    data = {"train": [{"source": "unused", "format": "tokens"}], "row_tokens": ROW_TOKENS}
+    fields = small_runs.make_fields(folder, model={"source": str(folder)}, data=data)
     resolved = build.prepare_model(
         config_file.parse(fields),
         devices=jax.devices()[:1],
@@ -123,7 +118,6 @@ def test_likelihoods_are_those_of_the_harness(models):
     pairs = [
         (" indent", "ed line and no answer"),
         ("assist", "ants answer"),
-        ("an answ", "er line no"),
         ("an answer ", "no"),
         ("an answer  \n", "  leading"),
         ("an answer", "  \n no"),
@@ -228,7 +222,7 @@ THINKS = "{% if enable_thinking is false %}<no-think>{% endif %}" + chats.CHATML
 
 @pytest.mark.parametrize(
     ("template", "kwargs"),
-    [(chats.CHATML, {}), (chats.INST, {}), (chats.TURNS, {}), (THINKS, {"enable_thinking": False})],
+    [(chats.INST, {}), (chats.TURNS, {}), (THINKS, {"enable_thinking": False})],
 )
 def test_prompts_of_chats_are_those_of_the_harness(models, template, kwargs):
     """Also without the generation prompt, and without a system message that is refused."""
@@ -258,7 +252,7 @@ def test_chats_that_a_template_refuses_and_templates_that_are_missing_are_named(
         with_template(models, chats.TURNS, {"tools": []})
 
 
-@pytest.mark.parametrize("kwargs", [None, {}, {"enable_thinking": False}])
+@pytest.mark.parametrize("kwargs", [None, {"enable_thinking": False}])
 def test_tasks_have_the_scores_of_the_harness_and_no_git_is_run(
     models, tmp_path, monkeypatch, capfd, kwargs
 ):
