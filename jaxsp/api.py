@@ -46,12 +46,10 @@ from jaxsp.run import (
     build,
     config_file,
     export_command,
-    jax_limits,
-    merging,
     model_files,
     plan_command,
+    preflight,
     selfcheck,
-    stop_tokens,
     train_command,
 )
 from jaxsp.run.config_file import Config
@@ -121,7 +119,7 @@ class Trainer:
         self.config = _load_config(config, changes)
         process = cluster.detect_process(os.environ)
         try:
-            jax_limits.choose_platform(self.config, process)
+            preflight.choose_platform(self.config, process)
         except RuntimeError as error:  # JAX has started with other devices
             raise UserError(
                 f"mesh.virtual_cpu_devices = {self.config.mesh.virtual_cpu_devices}: {error}. "
@@ -267,7 +265,7 @@ class Trainer:
         tokenizer = self._load_tokenizer() if source.needs_tokenizer else None
         with at("records"):
             opened = sources.read(source, data=data)
-            found = stop_tokens.find(
+            found = model_files.find_stop_tokens(
                 OpenedSources(
                     train={"": source},
                     evals={},
@@ -352,7 +350,7 @@ class Trainer:
                     "vocabulary."
                 )
         small_files = self.model.small_files
-        stop_ids = stop_tokens.list_stop_ids(self.model.hf_config, small_files, tokenizer)
+        stop_ids = model_files.list_stop_ids(self.model.hf_config, small_files, tokenizer)
         self._generator = self._generator or Generator(self.spec)
         return self._generator.generate(
             self.state.master,
@@ -491,9 +489,9 @@ class Trainer:
         """
         spec = self.spec
         table = spec.table
-        arrays = merging.make_layer_readers(spec.select_own(self.state.master), table=table)
+        arrays = export_command.make_layer_readers(spec.select_own(self.state.master), table=table)
         if spec.config.has_frozen_weights:
-            table, arrays = merging.merge_state(arrays, table=table, model=spec.model)
+            table, arrays = export_command.merge_state(arrays, table=table, model=spec.model)
         parts = self._open_other_parts(None)
         shard: dict[str, np.ndarray] = {}
         num_bytes = 0
@@ -570,7 +568,7 @@ class Trainer:
         parts = self._open_other_parts(source)
         table = self.spec.table
         if self.spec.config.has_frozen_weights:
-            table, weights = merging.merge_state(weights, table=table, model=self.spec.model)
+            table, weights = export_command.merge_state(weights, table=table, model=self.spec.model)
         own_tokenizer = self.config.model.tokenizer is not None
         export_model(
             weights,

@@ -41,13 +41,13 @@ def main(arguments: list[str]) -> None:
     # these import jax
     import rich.console
 
-    from jaxsp.run import data_sets, preview, train_command
+    from jaxsp.run import preview, train_command
 
     console = rich.console.Console(quiet=args.process.index > 0, markup=False)
     if args.preview is not None:
         preview.print_preview(config, console, num_records=args.preview or None)
     elif args.prepare_data:
-        data_sets.prepare_data(config, console)
+        preview.prepare_data(config, console)
     else:
         verbose = "--verbose" in arguments
         train_command.train(config, args.process, console, path=args.config, verbose=verbose)

@@ -20,8 +20,13 @@ from jaxsp.data.documents import Documents
 from jaxsp.data.loader import StepCounts
 from jaxsp.evaluation import long_ppl, token_losses
 from jaxsp.evaluation.long_ppl import LongPPL
-from jaxsp.evaluation.position_losses import PositionFields, PositionSums
-from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
+from jaxsp.evaluation.token_losses import (
+    AddTokens,
+    DocumentLosses,
+    DocumentSums,
+    PositionFields,
+    PositionSums,
+)
 from jaxsp.objectives.objective import Sft, TokenObjective
 from jaxsp.objectives.pairs import PairObjective, PairSums
 from jaxsp.training import metric_table, train_step

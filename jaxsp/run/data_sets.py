@@ -5,22 +5,14 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import rich.console
-
-from jaxsp.blocks.config import ModelConfig
-from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector, at
-from jaxsp.core.units import format_count
 from jaxsp.data import chat_template, dataset, sources, tokenize
 from jaxsp.data.dataset import PackedDataset
 from jaxsp.data.documents import EVAL_SET_NAME, Documents, digest_split, select_records
 from jaxsp.data.source import Source
 from jaxsp.data.store import DamagedCacheError, TokenizedSource
-from jaxsp.hf.folder import ModelFolder
-from jaxsp.run import model_files
 from jaxsp.run.config_file import Config
 from jaxsp.system import distributed
-from jaxsp.training.specs import find_division_problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,54 +171,3 @@ def _pack_sources(
         )
     train = packed.pop() if for_training else None
     return train, tuple(packed)
-
-
-def prepare_data(config: Config, console: rich.console.Console) -> None:
-    """Reads, tokenizes and packs data into the caches of training. Raises: UserError"""
-    problems = ProblemCollector()
-    mesh = config.mesh
-    if mesh.seq != "auto":  # the number of devices is unknown
-        sizes = {axes.REPLICA: mesh.replica, axes.DATA: max(mesh.data, 1), axes.SEQ: mesh.degree}
-        with_rows = config.step.with_one_row_for_auto()
-        problems += find_division_problems(with_rows, sizes, layout=None)
-    source = model = None
-    with problems.collect():
-        source, _, adapter = model_files.read_model(config)
-        model = adapter.model
-    print_data(config, source, model, console, problems)
-
-
-def print_data(
-    config: Config,
-    source: ModelFolder | None,
-    model: ModelConfig | None,
-    console: rich.console.Console,
-    problems: ProblemCollector,
-) -> int:
-    """Prepares the data sets of a config, and prints their rows and steps.
-
-    Args: source, model: None if they have reported a problem. problems: found before.
-    Returns: the steps of the run.
-    """
-    config = inline_chat_template(config)
-    opened = open_sources(config, for_training=True, problems=problems)
-    tokenizer = None
-    with problems.collect():
-        tokenizer = model_files.load_checked_tokenizer(
-            config, source, model, has_text=opened.have_text
-        )
-    problems.raise_if_any()
-    assert model is not None, "it has reported a problem"
-    train, evals = make_data_sets(
-        opened, config, tokenizer, vocab_size=model.vocab_size, for_training=True
-    )
-    assert train is not None, "made for training"
-    schedule = train.make_schedule(
-        config.batch.rows_per_step, num_steps=config.run.steps, epochs=config.run.epochs
-    )
-    lines = dataset.describe_data(train, config.data, schedule)
-    lines += [("eval", f"{each.name} ({dataset.describe_documents(each)})") for each in evals]
-    lines.append(("steps", format_count(len(schedule), "step")))
-    for label, line in lines:
-        console.print(f"{label:<8}{line}", highlight=False, soft_wrap=True)
-    return len(schedule)

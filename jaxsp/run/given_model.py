@@ -13,8 +13,8 @@ from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.run import build, config_file, model_files, resume
+from jaxsp.run.build import PreparedModel
 from jaxsp.run.config_file import Config
-from jaxsp.run.run import PreparedModel
 from jaxsp.training import train_state
 
 

@@ -18,7 +18,7 @@ from jaxsp.objectives.distill import find_teacher
 from jaxsp.planning import absent, longest, meshes, planner, report
 from jaxsp.planning.absent import Cluster
 from jaxsp.planning.planner import Plan
-from jaxsp.run import data_sets
+from jaxsp.run import preview
 from jaxsp.run.config_file import Config
 from jaxsp.system import hardware
 
@@ -75,7 +75,7 @@ def plan(
         needs_tokenizer = any(each.needs_tokenizer for each in config.data.train)
         if needs_tokenizer and config.model.tokenizer is None and config.model.source is not None:
             source = folder.find(config.model.source)
-        num_steps = data_sets.print_data(read, source, model, console, ProblemCollector())
+        num_steps = preview.print_data(read, source, model, console, ProblemCollector())
     if tokens is None and num_steps is not None:
         tokens = float(num_steps * config.batch.rows_per_step * row_tokens)
     cluster = clusters[0]

@@ -19,8 +19,8 @@ from jaxsp.core.units import format_count
 from jaxsp.data.loader import StepCounts
 from jaxsp.model import flops
 from jaxsp.run import metrics
+from jaxsp.run.build import Run
 from jaxsp.run.metrics import NonfiniteStep, StepFields
-from jaxsp.run.run import Run
 from jaxsp.run.run_directory import RunDirectory
 from jaxsp.system.watchdog import RunStatus
 from jaxsp.training import metric_table

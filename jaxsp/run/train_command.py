@@ -9,9 +9,9 @@ import rich.console
 
 from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.run import build, jax_limits, resume, trainer
+from jaxsp.run import build, preflight, resume, trainer
+from jaxsp.run.build import Run
 from jaxsp.run.config_file import Config
-from jaxsp.run.run import Run
 from jaxsp.system import distributed, jax_platform, run_lock
 from jaxsp.system.cluster import Process
 from jaxsp.system.preemption import Preemption
@@ -25,7 +25,7 @@ def train(
     config: Config, process: Process, console: rich.console.Console, *, path: str, verbose: bool
 ) -> None:
     """Trains a config. Raises: UserError with all problems found before the first step."""
-    jax_limits.choose_platform(config, process)
+    preflight.choose_platform(config, process)
     jax_platform.enable_cache(config.run.compilation_cache, num_processes=process.num_processes)
     preemption = make_preemption(config)
     with preemption.listen():

@@ -31,7 +31,7 @@ from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload
 from jaxsp.checkpoint import reader, run_paths, writer
 from jaxsp.core.units import GIB
 from jaxsp.planning import limits
-from jaxsp.run import benchmark, jax_limits
+from jaxsp.run import benchmark, preflight
 from jaxsp.sharding import host_offload
 from jaxsp.system import device_memory, hardware
 from jaxsp.training import compile_options
@@ -312,7 +312,7 @@ def _run_steps(
         for name, fields in {"batch": {"rows_per_step": count_gpus()}, **settings}.items()
     }
     config = config.model_copy(update=sections)
-    jax_limits.choose_platform(config)
+    preflight.choose_platform(config)
     return benchmark.benchmark_steps(config, num_steps=NUM_STEPS)
 
 

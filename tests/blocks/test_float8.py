@@ -141,7 +141,7 @@ def test_the_matrices_with_such_products_are_counted():
 
 def test_runs_may_resume_with_other_products():
     model = batches.model(linear_dtype="float8")
-    assert resume._without_training_choices(model) == batches.model()
+    assert resume.describe_model(model) == resume.describe_model(batches.model())
 
 
 LORA = Lora(rank=4, scale=2.0, targets=("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"))

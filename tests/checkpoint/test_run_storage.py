@@ -10,7 +10,7 @@ import pytest
 from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.run_storage import Uploads
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.run.run_config import RunConfig
+from jaxsp.run.config_file import RunConfig
 from jaxsp.system import object_store, run_lock
 from jaxsp.system.object_store import ObjectStore
 from tests.checkpoint import store_server

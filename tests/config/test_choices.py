@@ -26,10 +26,9 @@ from jaxsp.optimizers.registry import OPTIMIZERS, Optimizer
 from jaxsp.optimizers.schedules import SCHEDULES, Cosine, Schedule
 from jaxsp.run.config_file import Config
 from jaxsp.run.run_directory import Trackers
-from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
-from jaxsp.run.trackers.tracker import Client, Tracker
-from jaxsp.tasks.eval_config import TASKS, EvalConfig
+from jaxsp.run.trackers import TRACKERS, Client, LoggingConfig, Tracker
 from jaxsp.tasks.task import Task
+from jaxsp.tasks.tasks import TASKS, EvalConfig
 from jaxsp.training import step_gradients
 from tests import batches, tolerances
 from tests.data import source_configs

@@ -18,8 +18,8 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, config_file, trainer
-from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.metrics import MetricsWriter
+from jaxsp.run.schedule import CheckpointSchedule
 from jaxsp.system import run_lock
 from jaxsp.system.jsonl import AppendFile
 from tests import batches, commands, messages

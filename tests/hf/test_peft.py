@@ -21,7 +21,7 @@ from jaxsp.hf import model_config, peft, weights
 from jaxsp.hf.multimodal import find_family, is_multimodal, read_text_fields, select_tensors
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model.adapter_config import AdapterConfig
-from jaxsp.run import merging
+from jaxsp.run import export_command
 from jaxsp.training import specs, train_state
 from tests import batches, tolerances
 from tests.hf import multimodal, oracle
@@ -486,7 +486,7 @@ def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
     names = {name for name in base.tensors if "correction" not in name}
     frozen = {name: torch.from_numpy(base.tensors[name]) for name in names}
     state = train_state.merge(trained, oracle.stacked(frozen, frozen_table))
-    plain_table, merged = merging.merge_state(state, table=table, model=resolved.model)
+    plain_table, merged = export_command.merge_state(state, table=table, model=resolved.model)
     ours = weights.list_tensors(merged, plain_table, "float32")
     adapted = hf_peft.PeftModel.from_pretrained(base.load(), tmp_path / "adapter")
     theirs = oracle.as_published(
@@ -541,7 +541,7 @@ def test_merged_weights_are_those_of_peft(kind, rank, record_property):
         if kind == "dora":
             magnitude = (1 + rng.random(dim_out)).astype(np.float32)
         expected = merge_with_peft(weight, a, b, magnitude, use_rslora=kind == "rslora")
-        merged = merging.merge_matrix(weight, a, b, scale=scale, magnitude_o=magnitude)
+        merged = export_command.merge_matrix(weight, a, b, scale=scale, magnitude_o=magnitude)
         error = batches.relative_error(merged, expected)
         print(f"{kind}, rank {rank}, {dim_out} x {dim_in}: {error:.1e}")
         assert error < (tolerances.MERGE if magnitude is None else tolerances.MERGE_DORA)

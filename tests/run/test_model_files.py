@@ -7,8 +7,8 @@ import pytest
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import model_config
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.run import config_file, data_sets, model_files, stop_tokens
-from jaxsp.run.stop_tokens import StopTokens
+from jaxsp.run import config_file, data_sets, model_files
+from jaxsp.run.model_files import StopTokens
 from tests import batches
 from tests.data import chats
 from tests.messages import assert_names, assert_refused
@@ -89,9 +89,7 @@ def test_a_token_beyond_the_embedding_has_a_suggestion_that_is_not_in_use(
 @pytest.mark.parametrize(
     ("eos_ids", "alternatives", "expected"),
     [
-        (0, [[2]], [2, 0]),
         ([0, 1], [[2]], [2, 0, 1]),
-        ([0, 2], [[2]], [0, 2]),
         (2, [[2]], 2),
         (None, [[2]], 2),
         (4, [[3, 4]], 4),  # one token of an end is enough
@@ -123,7 +121,6 @@ def test_stop_tokens_are_added_to_those_of_the_base(tmp_path, eos_ids, alternati
         ("prompt_completion", {"prompt": CHAT[:1], "completion": CHAT[1:]}, True),
         ("prompt_completion", {"prompt": "q", "completion": "a"}, False),
         ("text", {"text": "q"}, False),
-        ("tokens", {"input_ids": [1, 2]}, False),
     ],
 )
 def test_chats_have_stop_tokens(tmp_path, format_name, record, has_stop):
@@ -132,7 +129,7 @@ def test_chats_have_stop_tokens(tmp_path, format_name, record, has_stop):
     source = write_records(tmp_path / "a.jsonl", format_name, record)
     config = make_config(tmp_path, text, source, source="base")
     tokenizer.chat_template = chats.CHATML
-    found = stop_tokens.find(open_sources(config), config, tokenizer)
+    found = model_files.find_stop_tokens(open_sources(config), config, tokenizer)
     expected = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert found.alternatives == (((expected,),) if has_stop else ())
     assert ("<|im_end|>" in found.description) == has_stop

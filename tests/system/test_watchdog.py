@@ -17,7 +17,7 @@ from jaxsp.system.watchdog import Activity, RunStatus, Watchdog
 from tests import commands, messages
 
 HANG = """
-from jaxsp.run.run_config import RunConfig
+from jaxsp.run.config_file import RunConfig
 import pathlib, sys, time
 from datetime import timedelta
 from jaxsp.system import watchdog

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.run.report import page
+from jaxsp.run import report as page
 from jaxsp.training import loss, metric_table
 from jaxsp.training.metric_table import METRICS, Metric
 from tests import batches, commands, small_runs

@@ -91,7 +91,7 @@ def _sort(lines: Iterable[Line]) -> list[Line]:
 
 def render(runs: Sequence[RunRecord]) -> str:
     """Renders the report of runs, side by side if there are several."""
-    template = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
+    template = importlib.resources.files(__package__).joinpath("report.html").read_text("utf-8")
     environment = jinja2.Environment(autoescape=True)
     configs = [dict(yaml_io.flatten(run.config)) for run in runs]
     texts = [{name: yaml_io.format_value(x) for name, x in config.items()} for config in configs]
