@@ -54,8 +54,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Other than default values by optimizer."""
 
-MESHES = ((1, 1, 1), (1, 8, 1), (1, 2, 4), (2, 1, 3), (2, 2, 2))
-
 
 def make_config(name: str, **changes: Any) -> Config:
     options = {"learning_rate": 1e-2, "schedule": "linear", "weight_decay": 0.1}
