@@ -29,7 +29,7 @@ from jaxsp.evaluation.token_losses import (
 )
 from jaxsp.objectives.objective import Sft, TokenObjective
 from jaxsp.objectives.pairs import PairObjective, PairSums
-from jaxsp.training import metric_table, train_step
+from jaxsp.training import metric_table, step_gradients, train_step
 from jaxsp.training.metric_table import Line, Sums
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_gradients import BatchLosses
@@ -110,7 +110,8 @@ class Evaluator:
 
     @functools.cached_property
     def _compute_losses(self) -> jax.stages.Compiled:
-        return train_step.compile_token_losses(self.spec)
+        compute = functools.partial(step_gradients.compute_token_losses, self.spec)
+        return train_step.compile_forward(self.spec, compute)
 
     def compile(self) -> None:
         """Compiles now instead of at the first evaluation."""

@@ -41,7 +41,7 @@ class Distill(TokenObjective):
     predictions: Annotated[str | None, with_examples("predictions/qwen3-32b", min_length=1)] = None
     """Folder of the teacher's predictions for the data, which `jaxsp score` writes; training then
     reads them instead of running the teacher. null: the teacher runs in every step."""
-    top_k: Annotated[PositiveCount, pydantic.Field(le=256)] = 64
+    top_k: PositiveCount = 64
     """Number of the likeliest tokens whose probabilities are in `predictions`, at most 256. All
     others together are one class of the divergence."""
     teacher_quantization: Literal["none", "int8", "nf4"] = "none"
@@ -68,6 +68,8 @@ class Distill(TokenObjective):
         if self.predictions is None:
             reason = f"without {HERE}.predictions: the whole vocabulary is used."
             yield from self._find_unused(["top_k"], reason)
+        if self.top_k > 256:
+            yield f"{self.show('top_k')}: must be at most 256. Use 256."
         if self.teacher is None:
             names = ("teacher_quantization", "teacher_linear_dtype", "predictions")
             reason = f"without {HERE}.teacher: the model itself is the teacher."

@@ -115,9 +115,8 @@ class TokenObjective(Objective, abc.ABC):
         """Loss of each token, float32[X], and numbers of each token, float32[X] by name.
 
         The loss is differentiated with respect to `logits_XV`. Sums of the numbers over the tokens
-        that have a loss are made into metrics (`training/metric_table.py`); of a number whose name
-        ends with `_max`, the maximum. A tile may have any tokens, so that a token's loss must
-        depend on its own numbers only.
+        that have a loss are made into metrics (`training/metric_table.py`). A tile may have any
+        tokens, so that a token's loss must depend on its own numbers only.
         """
 
     def compute_tile(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:

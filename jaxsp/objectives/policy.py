@@ -164,7 +164,6 @@ class Policy(TokenObjective):
         log_softmax_XV = jax.nn.log_softmax(jax.lax.stop_gradient(scaled.logits_XV))
         measured = {
             "ratio": ratios_X,
-            "ratio_max": ratios_X,
             "entropy": -(jnp.exp(log_softmax_XV) * log_softmax_XV).sum(-1),
         }
         low, high = self._bounds

@@ -11,6 +11,7 @@ Dims: D = 2 P documents of a step, in pairs; M slots for segments of a row.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +44,19 @@ Weigh = Callable[[Batch, Callable[[], Array]], tuple[Array, Sums]]
 for the loss of each token, and sums over pairs."""
 
 
+Shards = dict[str, Any]
+"""Tree of a `Shard` for each weight of the state."""
+
+
+def make_shards(spec: StepSpec, values: layers.Weights, holders: layers.Weights) -> Shards:
+    """Shards of a step, from their values and the holders of their gradients."""
+    make = lambda _, value, holder: Shard(value=value, grad_holder=holder)
+    return jax.tree.map(make, spec.state_table, values, holders)
+
+
 def sum_microbatch(
     spec: StepSpec,
-    values: layers.Weights,
-    holders: layers.Weights,
+    shards: Shards,
     batch: Batch,
     token_keys: Keys | None = None,
     weigh: Weigh | None = None,
@@ -57,7 +67,7 @@ def sum_microbatch(
         token_keys: see `decoder.hidden_states`.
         weigh: computes the weights of tokens for an objective; None: those of the batch.
     """
-    tokens, head, statistics = _run_model(spec, values, holders, batch, token_keys)
+    tokens, head, statistics = _run_model(spec, shards, batch, token_keys)
     if weigh is None:
         return loss.sum_token_losses(tokens, head) | statistics
     compute_losses = lambda: loss.compute_token_losses(tokens, head)[0]
@@ -70,79 +80,63 @@ def sum_microbatch(
 
 
 def compute_token_losses(
-    spec: StepSpec,
-    values: layers.Weights,
-    holders: layers.Weights,
-    batch: Batch,
-    token_keys: Keys | None = None,
+    spec: StepSpec, shards: Shards, batch: Batch, token_keys: Keys | None = None
 ) -> tuple[Float32[Array, "B l"], Bool[Array, "B l"], Sums]:
     """Losses of this device's tokens in a microbatch, without gradients: see `loss`; with the sums
     of routers' statistics."""
-    tokens, head, statistics = _run_model(spec, values, holders, batch, token_keys)
+    tokens, head, statistics = _run_model(spec, shards, batch, token_keys)
     losses_Bl, is_correct_Bl, sums = loss.compute_token_losses(tokens, head)
     return losses_Bl, is_correct_Bl, sums | statistics
 
 
 def compute_numbers(
     spec: StepSpec,
-    values: layers.Weights,
+    shards: Shards,
     batch: Batch,
     compute: Callable[[TileTokens], dict[str, Array]],
 ) -> dict[str, Array]:
     """Numbers of this device's tokens in a microbatch: see `loss.compute_numbers`."""
-    holders = spec.gather.make_grad_holders(spec.state_table, values)
-    tokens, head, _ = _run_model(spec, values, holders, batch, None)
+    tokens, head, _ = _run_model(spec, shards, batch, None)
     return loss.compute_numbers(tokens, head, compute)
 
 
 def _run_model(
-    spec: StepSpec,
-    values: layers.Weights,
-    holders: layers.Weights,
-    batch: Batch,
-    token_keys: Keys | None,
+    spec: StepSpec, shards: Shards, batch: Batch, token_keys: Keys | None
 ) -> tuple[Tile, Head, Sums]:
     """All tokens with their hidden states, the head, and sums of routers' statistics."""
     teacher = None
     numbers = dict(batch.numbers_BL or {})
     if (teacher_spec := spec.teacher) is not None:
-        weights = spec.select_teacher(values)
-        no_holders = spec.gather.make_grad_holders(teacher_spec.table, weights)
+        own = spec.select_teacher(shards)
         with jax.named_scope(TEACHER_SCOPE):
-            hidden_BlD, teacher, _ = _run_layers(teacher_spec, weights, no_holders, batch, None)
+            hidden_BlD, teacher, _ = _run_layers(teacher_spec, own, batch, None)
         # The teacher runs first, so that its temporaries are gone before activations are saved
         hidden_BlD = jax.lax.stop_gradient(hidden_BlD)
         hidden_BlD, tokens_BL = jax.lax.optimization_barrier((hidden_BlD, batch.tokens_BL))
         batch = dataclasses.replace(batch, tokens_BL=tokens_BL)
         numbers[loss.TEACHER_HIDDEN] = hidden_BlD
-    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
+    own = spec.select_own(shards)
+    hidden_BlD, head, statistics = _run_layers(spec, own, batch, token_keys)
     tokens = Tile(hidden_BlD, batch.labels_BL, batch.weights_BL, numbers)
     head = dataclasses.replace(head, teacher=teacher)
     objective = spec.objective
     if isinstance(objective, TokenObjective) and objective.is_by_document:
-        own = {LENGTH: jnp.ones(batch.labels_BL.shape, jnp.float32)}
+        sums = {LENGTH: jnp.ones(batch.labels_BL.shape, jnp.float32)}
         if objective.has_document_sums:
-            own |= loss.compute_numbers(tokens, head, objective.sum_over_documents)
-        for name, values_Bl in own.items():
+            sums |= loss.compute_numbers(tokens, head, objective.sum_over_documents)
+        for name, values_Bl in sums.items():
             values_Bl = jnp.where(batch.labels_BL != NO_LABEL, values_Bl, 0)
             sums_BM = jax.lax.psum(_sum_slots(spec, values_Bl, batch), axes.SEQ)
-            own[name] = _spread(spec, sums_BM, batch)
-        own[LENGTH] = jnp.maximum(own[LENGTH], 1)
-        tokens = tokens._replace(numbers=numbers | own)
+            sums[name] = _spread(spec, sums_BM, batch)
+        sums[LENGTH] = jnp.maximum(sums[LENGTH], 1)
+        tokens = tokens._replace(numbers=numbers | sums)
     return tokens, head, statistics
 
 
 def _run_layers(
-    spec: StepSpec,
-    values: layers.Weights,
-    holders: layers.Weights,
-    batch: Batch,
-    token_keys: Keys | None,
+    spec: StepSpec, shards: Shards, batch: Batch, token_keys: Keys | None
 ) -> tuple[Array, Head, Sums]:
     """Hidden states, the head, and sums of routers' statistics."""
-    make_shard = lambda _, value, holder: Shard(value=value, grad_holder=holder)
-    trees = (spec.table, spec.select_own(values), spec.select_own(holders))
-    shards = jax.tree.map(make_shard, *trees)
     hidden_BlD, statistics = decoder.hidden_states(
         shards,
         batch,
@@ -203,7 +197,7 @@ def make_token_keys(
 
 
 def prepare_pairs(
-    spec: StepSpec, values: layers.Weights, holders: layers.Weights, batch: Batch, step: Array
+    spec: StepSpec, shards: Shards, batch: Batch, step: Array
 ) -> tuple[Weigh | None, Sums]:
     """Function that computes the weights of tokens, None without pairs; and sums over pairs.
 
@@ -277,7 +271,7 @@ def prepare_pairs(
     def score(inputs: tuple[Batch, Array]) -> tuple[Sums, None]:
         rows, microbatch = inputs
         keys = make_token_keys(spec, rows, step, microbatch)
-        losses_Bl, _, _ = compute_token_losses(spec, values, holders, rows, keys)
+        losses_Bl, _, _ = compute_token_losses(spec, shards, rows, keys)
         return {"logps_P2": sum_documents(-losses_Bl, rows)}, None
 
     if not spec.scores_pairs_first:

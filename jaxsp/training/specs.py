@@ -494,14 +494,9 @@ def find_division_problems(
     row_tokens = config.row_tokens
     if row_tokens % divisor:
         multiples = _nearest_multiples(row_tokens, 2 * seq if layout is None else divisor)
-        suggestion = f"Use {errors.format_choices(multiples)}."
-        fewer = [n for n in (2, 4, 8) if n < chunks_per_device and row_tokens % (n * seq) == 0]
-        if fewer:
-            numbers = errors.format_choices(fewer)
-            suggestion = f"{suggestion[:-1]}, or attention.chunks_per_device={numbers}."
         problems.append(
             f"data.row_tokens = {row_tokens}: must be a multiple of {divisor}, {reason}. "
-            f"{suggestion}"
+            f"Use {errors.format_choices(multiples)}."
         )
     per_microbatch = config.microbatch_rows
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]

@@ -1,7 +1,6 @@
 """The training step: gradients, clipping and the optimizer's update, jitted and compiled."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,15 +105,6 @@ def compile(spec: StepSpec) -> jax.stages.Compiled:
     """Compiles the step. Raises: as `check_collectives` and `compile_options.compile_lowered`."""
     lowered = build_step(spec).lower(*train_state.abstract_inputs(spec))
     return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
-
-
-def compile_token_losses(spec: StepSpec) -> jax.stages.Compiled:
-    """Compiles `step_gradients.compute_token_losses`, whose results all devices get: 5 bytes for
-    each token of the batch.
-
-    Raises: as `compile`.
-    """
-    return compile_forward(spec, functools.partial(step_gradients.compute_token_losses, spec))
 
 
 def compile_forward(spec: StepSpec, compute: Callable[..., Any]) -> jax.stages.Compiled:

@@ -17,7 +17,6 @@ from jaxsp.run import resume, selfcheck
 from jaxsp.training import step_descriptions
 from tests import batches, messages
 from tests.training import runs
-from tests.training.test_memory_options import works_here
 
 T = 24
 I = 64
@@ -165,7 +164,7 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(name, small_shards):
     """In float32; a value that is rounded the other way on another mesh is the largest error. The
     reference has whole matrices, and quantizes them where they are multiplied."""
     lora, num_heads, num_scaled, meshes = CASES[name]
-    if not all(map(works_here, meshes.values())):
+    if not all(map(runs.works_here, meshes.values())):
         pytest.skip("needs host memory")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": num_heads, "head_dim": 16}
     plain = batches.model(lora=lora, **sizes)

@@ -90,7 +90,7 @@ class Spread(TokenObjective):
     def losses(self, tokens):
         factors_X = tokens.numbers["advantages"] ** self.power / tokens.numbers[LENGTH]
         losses_X = -tokens.logps_X * factors_X
-        return losses_X, {"entropy": losses_X, "ratio_max": losses_X}
+        return losses_X, {"entropy": losses_X}
 
     def find_divisor(self, counts):
         return counts["num_trajectories"]
@@ -229,7 +229,6 @@ def test_one_class_adds_an_objective_of_tokens():
     for actual, expected in (
         (results["loss"], own_NL.sum() / len(own_NL)),
         (results["entropy"], own_NL.sum() / has_loss_NL.sum()),
-        (results["ratio_max"], own_NL.max()),
     ):
         assert batches.relative_error(actual, expected) < tolerances.MESH
 

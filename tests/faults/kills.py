@@ -49,7 +49,7 @@ EXACT = (*commands.COUNTS, "learning_rate")
 ROUNDED = (
     *("loss", "grad_norm", "token_accuracy"),
     *("cross_entropy", "divergence", "teacher_agreement"),
-    *("num_trajectories", "ratio", "ratio_max", "clip_low", "clip_high", "entropy"),
+    *("num_trajectories", "ratio", "clip_low", "clip_high", "entropy"),
 )
 
 OBJECTIVES = ("sft", "distill", "predictions", "policy")

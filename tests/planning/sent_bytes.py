@@ -147,7 +147,7 @@ def average_bytes(param: Parameter, state: Any, num_shards: int) -> dict[str, fl
     experts = param.shape[: -len(param.matrix_shape)]
     averages = [(*experts, size) for size in param.matrix_shape]
     has_averages = any(
-        optimizer._layer_shape(param, x.shape) in averages for x in jax.tree.leaves(state)
+        x.shape[param.num_layers is not None :] in averages for x in jax.tree.leaves(state)
     )
     if placement.dim is None or len(param.matrix_shape) != 2 or not has_averages:
         return {}

@@ -14,11 +14,11 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import axes
-from jaxsp.sharding import host_offload, sharding
-from jaxsp.system import device_memory
+from jaxsp.sharding import sharding
 from jaxsp.training.train_state import TrainState
 from tests import batches, two_processes
 from tests.checkpoint.test_writer import make_meta
+from tests.training import runs
 
 SHAPES = {
     "sharded": ((8, 3), PartitionSpec(axes.SHARDS)),
@@ -28,7 +28,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "int32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_all_replicas_have_the_bits_of_the_first(name, dtype):
     """Also of -0.0, which a sum with 0.0 changes, and of NaN."""
@@ -49,10 +49,7 @@ def test_all_replicas_have_the_bits_of_the_first(name, dtype):
         )
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < host_offload.MIN_RELEASE,
-    reason="on CPUs, arrays in host memory need jax 0.11.1",
-)
+@runs.NEEDS_HOST
 def test_arrays_in_host_memory_stay_there():
     place = NamedSharding(batches.mesh(2, 2, 2), PartitionSpec(axes.SHARDS))
     place = place.with_memory_kind(device_memory.MEMORY_KIND)
@@ -61,12 +58,6 @@ def test_arrays_in_host_memory_stay_there():
     actual = sharding.broadcast(expected, place, first)
     assert actual.sharding == place
     assert batches.is_bitwise_equal(actual, expected)
-
-
-def test_only_processes_without_replica_0_receive():
-    mesh = batches.mesh(2, 2, 2)
-    assert not sharding.is_broadcast(mesh), "of one process"
-    assert sharding.find_readers(mesh) == {*mesh.devices.flat}
 
 
 def test_a_checkpoint_is_read_by_the_first_replica(tmp_path, monkeypatch):
@@ -102,9 +93,8 @@ import jax, numpy as np
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.checkpoint.retention import CheckpointConfig
-from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.blocks.layers import Parameter
-from jaxsp.system import cluster, device_mesh, distributed, jax_platform
+from jaxsp.system import device_memory, cluster, device_mesh, distributed, jax_platform
 from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState
 from tests.checkpoint.test_writer import make_meta

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.strategies.strategy import Strategy
@@ -18,8 +19,9 @@ from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
+from jaxsp.planning import memory_problems
 from jaxsp.run.config_file import Config
-from jaxsp.sharding import quantization, sharding
+from jaxsp.sharding import host_offload, quantization, sharding
 from jaxsp.system import device_mesh
 from jaxsp.training import step_gradients, train_state, train_step
 from jaxsp.training.specs import StepSpec
@@ -31,6 +33,17 @@ MODEL = batches.model()
 ROWS = batches.make_ragged_rows(num_rows=16, num_tokens=64, vocab_size=MODEL.vocab_size, seed=1)
 SGD = batches.make_config()
 NUM_STEPS = 5
+
+NEEDS_HOST = pytest.mark.skipif(
+    jax.__version_info__ < host_offload.MIN_RELEASE,
+    reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
+)
+
+
+def works_here(memory: dict[str, Any]) -> bool:
+    """True if CPUs can run these memory options with the installed JAX."""
+    step = batches.make_config(memory=memory).step
+    return not memory_problems.find_problems(step, platform="cpu")
 
 
 def make_spec(

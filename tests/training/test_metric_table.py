@@ -41,6 +41,7 @@ def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report
     even = Metric(
         "Tokens before an even one, as a fraction of all.",
         lambda sums: metric_table.divide(sums["num_even"], sums["num_tokens"]),
+        needs="num_even",
     )
     monkeypatch.setattr(loss, "_sum_tile", count_even_labels)
     monkeypatch.setitem(METRICS, "even_fraction", even)

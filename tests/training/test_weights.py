@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import axes
 from jaxsp.model import decoder
 from jaxsp.sharding import sharding
 from jaxsp.sharding.sharding import Gather, Placement, Shard
@@ -37,21 +36,6 @@ def test_a_weight_is_cut_along_the_first_dim_that_divides_else_filled_up(shape, 
     row = Parameter(shape=shape, hf_name="a")
     assert sharding.choose_placement(row, 8) == Placement(dim=dim, stored_shape=stored)
     assert sharding.choose_placement(row, 1) == Placement(dim=None, stored_shape=shape)
-
-
-def test_each_device_holds_its_part_and_replicas_hold_the_same():
-    mesh = batches.mesh(2, 2, 2)
-    table = decoder.param_table(runs.MODEL)
-    whole = runs.draw_weights(runs.MODEL)
-    stored = runs.put_weights(table, whole, mesh)
-    for row, array, right in zip(*map(jax.tree.leaves, (table, stored, whole)), strict=True):
-        assert batches.is_bitwise_equal(runs.remove_padding(row, array), right), row.hf_name
-        place = sharding.choose_placement(row, 4)
-        parts = 1 if place.dim is None else 4
-        assert {shard.data.size for shard in array.addressable_shards} == {array.size // parts}
-        assert len(array.sharding.device_set) == 8
-        if place.dim is not None:
-            assert array.sharding.spec[-1] == axes.SHARDS
 
 
 @pytest.mark.parametrize(
@@ -85,6 +69,7 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(
             put.dtype,
             put.sharding,
         ), row.hf_name
+        assert batches.is_bitwise_equal(runs.remove_padding(row, actual), of_row[row.hf_name])
         for shard, expected in zip(actual.addressable_shards, put.addressable_shards, strict=True):
             assert (shard.device, shard.index) == (expected.device, expected.index)
             assert batches.is_bitwise_equal(shard.data, expected.data), row.hf_name
@@ -115,6 +100,8 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
         for sizes in ((1, 1, 1), (1, 2, 4))
     )
     assert batches.is_bitwise_equal(other, first)
+    again = train_state.random_weights(table, seed=6, mesh=batches.mesh(1, 1, 1))
+    assert np.mean(np.asarray(again["head"]) == first["head"]) < 0.01
     for row, array in zip(jax.tree.leaves(table), jax.tree.leaves(first), strict=True):
         of_norm = "norm" in row.hf_name
         assert (row.mean, row.std) == (
@@ -133,15 +120,6 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
         [leaf.reshape(-1, leaf[0].size)[:, :4] for leaf in matrices if leaf.ndim == 3]
     )
     assert len(np.unique(starts, axis=0)) == len(starts) == 2 * 7
-
-
-def test_another_seed_gives_other_weights():
-    table = {"a": Parameter(shape=(30, 40), hf_name="a", std=1.0)}
-    one, two = (
-        train_state.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"]
-        for seed in (1, 2)
-    )
-    assert np.mean(np.asarray(one) == np.asarray(two)) < 0.01
 
 
 def test_all_gather_raises_when_it_is_differentiated_and_gather_has_a_gradient():
