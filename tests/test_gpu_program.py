@@ -12,6 +12,7 @@ from jaxsp.hf import model_config, published
 from jaxsp.planning import absent, hlo, memory_problems, planner
 from jaxsp.run import config_file
 from jaxsp.training.specs import make_spec
+from tests import small_runs
 
 pytestmark = pytest.mark.e2e
 
@@ -30,32 +31,21 @@ SMALL = {
 }
 
 
-def compiled_step(config):
-    """The step of a config with a model.config, on as many H100s as its mesh has."""
-    model = model_config.parse_model_config(config.model.config)
-    count = config.mesh.data * config.mesh.seq
-    devices = absent.make_devices("h100-80gb", count)
-    return absent.compile_step(make_spec(config.step, model, devices=devices))
-
-
 def small_step(slots, **memory):
     """Text of the step of data 2 x seq 4, bfloat16, rows of 8,192 tokens, 3 microbatches."""
-    config = config_file.parse(
-        {
-            "memory": memory,
-            "run": {"directory": "unused", "steps": 1},
-            "model": {"config": SMALL},
-            "mesh": {"data": 2, "seq": 4},
-            "data": {
-                "train": [{"source": "unused", "format": "tokens"}],
-                "row_tokens": 8192,
-                "max_segments_per_row": slots,
-            },
-            "batch": {"rows_per_step": 6},
-            "optimizer": {"learning_rate": 0.1},
-        }
+    fields = small_runs.make_fields(
+        pathlib.Path("unused"),
+        memory=memory,
+        model={"config": SMALL, "compute_dtype": "bfloat16"},
+        mesh={"data": 2, "seq": 4},
+        data={"row_tokens": 8192, "max_segments_per_row": slots},
+        batch={"rows_per_step": 6},
     )
-    return compiled_step(config).dump.hlo_text
+    config = config_file.parse(fields)
+    model = model_config.parse_model_config(config.model.config)
+    devices = absent.make_devices("h100-80gb", 8)
+    spec = make_spec(config.step, model, devices=devices)
+    return absent.compile_step(spec).dump.hlo_text
 
 
 def num_calls(text: str) -> tuple[int, int]:

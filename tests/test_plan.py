@@ -15,7 +15,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.planning import gpus, planner
 from jaxsp.sharding import host_offload
-from tests import messages
+from tests import messages, small_runs
 from tests.planning import example_plans
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -36,18 +36,14 @@ def run_plan(tmp_path, capsys):
     """Runs the command on a config of MODEL without data, and returns its output and JSON."""
 
     def run(*words):
-        fields = {
-            "run": {"directory": "unused", "steps": 1},
-            "model": {"config": MODEL},
-            "mesh": {"seq": 4},
-            "data": {
-                "train": [{"source": "not-here.jsonl", "format": "text"}],
-                "row_tokens": 32768,
-                "max_segments_per_row": 1,
-            },
-            "batch": {"rows_per_step": 8},
-            "optimizer": {"learning_rate": 0.1},
-        }
+        fields = small_runs.make_fields(
+            tmp_path,
+            "not-here.jsonl",
+            model={"config": MODEL, "compute_dtype": "bfloat16"},
+            mesh={"seq": 4},
+            data={"row_tokens": 32768, "max_segments_per_row": 1},
+            batch={"rows_per_step": 8},
+        )
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
         plan_cli.main(
             [str(tmp_path / "config.yaml"), *words, "--json", str(tmp_path / "plan.json")]

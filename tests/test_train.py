@@ -13,24 +13,21 @@ from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, config_file, trainer
-from tests import batches, commands, markdown, messages
+from tests import batches, commands, markdown, messages, small_runs
 
 MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}
 
 
 def settings(folder, **changes):
     """Config of a small run. Args: changes: fields by name, with __ for the dot."""
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": 2},
-        "model": {"config": MODEL, "compute_dtype": "float32"},
-        "mesh": {"data": -1, "seq": 1},
-        "data": {
-            "train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}],
-            "row_tokens": 128,
-        },
-        "batch": {"rows_per_step": 1},
-        "optimizer": {"name": "sgd", "learning_rate": 0.5, "schedule": "constant"},
-    }
+    fields = small_runs.make_fields(
+        folder,
+        "data.jsonl",
+        run={"steps": 2},
+        model={"config": MODEL},
+        data={"row_tokens": 128},
+        optimizer={"name": "sgd", "learning_rate": 0.5, "schedule": "constant"},
+    )
     for name, value in changes.items():
         section, field = name.split("__")
         fields.setdefault(section, {})[field] = value

@@ -133,28 +133,22 @@ class Case:
         if objective == "predictions":
             objective_fields["predictions"] = str(folder / "predictions")
         model = batches.UNEVEN_HYBRID if is_hybrid else batches.UNEVEN_LLAMA
-        fields = {
-            "run": {
-                "directory": "?",
-                "steps": num_steps,
-                "save_every": save_every,
-                "eval_every": eval_every,
-            },
-            "model": {"config": model, "compute_dtype": "float32"},
-            "mesh": {"data": 2, "seq": 4, "virtual_cpu_devices": 8},
-            "data": {
+        fields = small_runs.make_fields(
+            folder,
+            run={"steps": num_steps, "save_every": save_every, "eval_every": eval_every},
+            model={"config": model},
+            mesh={"data": 2, "seq": 4, "virtual_cpu_devices": 8},
+            data={
                 "train": [train],
                 "eval": [evaluation | {"name": "held-out"}],
-                "row_tokens": 64,
                 "max_segments_per_row": 8,
             },
-            "batch": {"rows_per_step": 8},
+            batch={"rows_per_step": 8},
             # At 0.01, AdamW turns the rounding between two meshes into 3e-5 within 18 steps
-            "optimizer": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1},
-            "adapter": {"type": adapter},
-            "objective": objective_fields,
-            "logging": {"trackers": []},
-        }
+            optimizer={"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1},
+            adapter={"type": adapter},
+            objective=objective_fields,
+        )
         config.write_text(yaml.safe_dump(fields), encoding="utf-8")
         if objective == "predictions" and not (folder / "predictions").exists():
             done = commands.run_python("-m", "jaxsp.score", config)
