@@ -85,15 +85,12 @@ def detect_process(
         text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
         for tasks, num_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
             tasks_per_node += [int(tasks)] * int(num_nodes or 1)
-        node = _parse_int({"SLURM_NODEID": "0", **variables}, "SLURM_NODEID")
+        node = int(variables.get("SLURM_NODEID", 0))
         count = tasks_per_node[node] if node < len(tasks_per_node) else None
         has_own_gpus = "SLURM_GPUS_PER_TASK" in variables  # each task sees only its own
-        index = None if has_own_gpus else _parse_int(variables, "SLURM_LOCALID")
+        index = None if has_own_gpus else int(variables["SLURM_LOCALID"])
     else:
-        index, count = (
-            _parse_int(variables, name, minimum) if name in variables else None
-            for minimum, name in enumerate(local_names)
-        )
+        index, count = (int(variables[x]) if x in variables else None for x in local_names)
     address: str | None = None
     if not variables.keys().isdisjoint(_MASTER):
         _require(variables, _MASTER)
@@ -101,7 +98,7 @@ def detect_process(
         port = variables["MASTER_PORT"]
         if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun itself listens at that port; Linux never assigns 61440 to 65535
-            port = str(61440 + (_parse_int(variables, "MASTER_PORT") + 1) % 4096)
+            port = str(61440 + (int(port) + 1) % 4096)
         is_ipv6 = ":" in host and not host.startswith("[")
         address = f"[{host}]:{port}" if is_ipv6 else f"{host}:{port}"
         _check_address(":".join(_MASTER), address)
@@ -159,24 +156,13 @@ def _require(variables: Mapping[str, str], names: Iterable[str]) -> None:
 
 
 def _parse_place(variables: Mapping[str, str], count_name: str, index_name: str) -> Process:
-    count = _parse_int(variables, count_name, 1)
-    index = _parse_int(variables, index_name)
-    if index >= count:
+    texts = (variables[index_name], variables[count_name])
+    if not all(text.isdecimal() for text in texts) or int(texts[0]) >= int(texts[1]):
         raise UserError(
-            f"{index_name} = {index}: must be from 0 to {count - 1}, with {count_name} = {count}. "
-            "Use each number once."
+            f"{index_name} = {texts[0]}, {count_name} = {texts[1]}: must be from 0 to the number "
+            "of processes less 1. Use each number once."
         )
-    return Process(index=index, num_processes=count)
-
-
-def _parse_int(variables: Mapping[str, str], name: str, minimum: int = 0) -> int:
-    text = variables[name]
-    if not (text.isascii() and text.isdecimal()) or int(text) < minimum:
-        raise UserError(
-            f"{name} = {text}: must be a whole number of at least {minimum}, "
-            f"for example {name}={minimum + 1}."
-        )
-    return int(text)
+    return Process(index=int(texts[0]), num_processes=int(texts[1]))
 
 
 def _check_address(name: str, text: str) -> None:

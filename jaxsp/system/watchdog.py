@@ -147,7 +147,6 @@ class RunStatus:
         return max(0.0, activity.last_progress + expected_s - time.monotonic())
 
 
-@dataclasses.dataclass(eq=False)
 class Watchdog:
     """Context in which a thread checks the status of a run for progress.
 
@@ -156,25 +155,30 @@ class Watchdog:
     detect it, and the heartbeat stops.
     """
 
-    status: RunStatus
-    _: dataclasses.KW_ONLY
-    step_timeout: timedelta | None = None
-    heartbeat_file: pathlib.Path | None = None
-
-    _closed: threading.Event = dataclasses.field(init=False, default_factory=threading.Event)
-    _threads: list[threading.Thread] = dataclasses.field(init=False, default_factory=list)
-    _interval_s: float = dataclasses.field(init=False, default=HEARTBEAT_INTERVAL_S)
-    _bytes_written: int = dataclasses.field(init=False, default=0)
+    def __init__(
+        self,
+        status: RunStatus,
+        *,
+        step_timeout: timedelta | None = None,
+        heartbeat_file: pathlib.Path | None = None,
+    ):
+        self.status = status
+        self.step_timeout = step_timeout
+        self._closed = threading.Event()
+        self._bytes_written = 0
+        self._interval_s = HEARTBEAT_INTERVAL_S
+        if step_timeout is not None:
+            self._interval_s = min(self._interval_s, step_timeout.total_seconds() / 4)
+        calls = [self._watch]
+        if heartbeat_file is not None:  # in a thread that an unresponsive disk may block
+            calls.append(functools.partial(self._write_heartbeats, heartbeat_file))
+        self._threads = [
+            threading.Thread(target=call, name="watchdog", daemon=True) for call in calls
+        ]
 
     def __enter__(self) -> "Watchdog":
-        if self.step_timeout is not None:
-            self._interval_s = min(self._interval_s, self.step_timeout.total_seconds() / 4)
-        calls = [self._watch]
-        if self.heartbeat_file is not None:  # in a thread that an unresponsive disk may block
-            calls.append(functools.partial(self._write_heartbeats, self.heartbeat_file))
-        for call in calls:
-            self._threads.append(threading.Thread(target=call, name="watchdog", daemon=True))
-            self._threads[-1].start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
