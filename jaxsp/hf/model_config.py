@@ -235,20 +235,19 @@ def _parse_fields(
                 )
     defaults = transformers.AutoConfig.for_model(model_type).to_dict()
     problems = config_fields.find_problems(fields, defaults)
-    theta = rope.find_theta(given_fields)
-    if family.rope.is_optional and not theta:
-        problems.append(
-            ".rope_parameters.rope_theta: missing. Use null for layers without RoPE, as in "
-            "the published models. Else use the number that the model was trained with; "
-            "transformers' default is 10000."
-        )
-    if problems:
-        raise UserError(problems)
     passed = {name: value for name, value in fields.items() if name in own}
     passed |= {x: None for x in _NULL_FIELDS if x in own and given_fields.get(x, 0) is None}
-    if family.rope.is_optional and theta == rope.NO_THETA:
-        passed = {name: passed[name] for name in passed.keys() - {*rope.FIELDS}}
-        passed["rope_parameters"] = {"rope_type": "default", **theta}
+    if family.rope.is_optional:
+        theta = rope.find_theta(given_fields)
+        if not theta:
+            problems.append(
+                ".rope_parameters.rope_theta: missing. Use null for layers without RoPE, as in "
+                "the published models. Else use the number that the model was trained with."
+            )
+        elif theta == rope.NO_THETA:
+            passed["rope_parameters"] = {"rope_type": "default", **theta}
+    if problems:
+        raise UserError(problems)
     try:
         # a copy, because transformers adds entries to its input dicts
         resolved = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(passed))
