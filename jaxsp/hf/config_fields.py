@@ -192,7 +192,6 @@ def find_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> list[str]
         if name not in fields
     ]
     problems += find_field_problems(fields, defaults)
-    problems += rope.find_problems(fields, FAMILIES[fields["model_type"]].rope)
     # computing with sizes that are missing or not numbers would only repeat those problems
     return problems or [f".{problem}" for problem in _find_size_problems(fields, defaults)]
 

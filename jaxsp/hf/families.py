@@ -332,22 +332,17 @@ def _normalize_gemma4(fields: dict[str, Any]) -> dict[str, Any]:
     types = fields.get("layer_types")
     if isinstance(types, list) and types:
         fields["layer_types"] = [*types[:-1], FULL_ATTENTION]
-    sizes = fields.pop("per_layer_config", None)
-    if sizes is None:
-        return fields
-    layers: list[Any] = [*sizes.values()] if isinstance(sizes, dict) else [None]
-    first = layers[0] if layers else {}
-    known = isinstance(first, dict) and first.keys() <= {*_GLOBAL_SIZES.values()}
-    if not known or any(other != first for other in layers):
+    sizes = fields.pop("per_layer_config", None) or {}
+    first, *others = [*sizes.values()] if isinstance(sizes, dict) and sizes else [{}]
+    is_known = isinstance(first, dict) and first.keys() <= {*_GLOBAL_SIZES.values()}
+    if not isinstance(sizes, dict) or not is_known or any(other != first for other in others):
         raise UserError(
             f".per_layer_config = {format_value(sizes)}: is not implemented: it must have the same "
             "head_dim and num_key_value_heads for all layers of full_attention. Leave it out, and "
             "write global_head_dim and num_global_key_value_heads."
         )
-    for name, inner in _GLOBAL_SIZES.items():
-        if inner in first:
-            fields.setdefault(name, first[inner])
-    return fields
+    given = {name: first[inner] for name, inner in _GLOBAL_SIZES.items() if inner in first}
+    return given | fields
 
 
 FAMILIES["gemma4_text"] = Family(

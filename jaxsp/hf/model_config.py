@@ -4,6 +4,7 @@ Problems begin with a dot and the field's name; `errors.at` names the config tha
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
@@ -221,9 +222,8 @@ def _parse_fields(
     fields = {str(name): value for name, value in given_fields.items() if value is not None}
     fields = family.normalize(fields)
     for name in rope.GROUPS:
-        if isinstance(fields.get(name), dict):
-            # also a copy, because transformers adds entries to its input dicts
-            fields[name] = rope.normalize(fields[name])
+        if name in fields:
+            fields[name] = rope.normalize(fields[name], name)
     # fields under the names that the family reads, also where transformers 5 wrote others
     for name, new_name in transformers.CONFIG_MAPPING[model_type].attribute_map.items():
         if name in own and new_name in fields:
@@ -235,31 +235,33 @@ def _parse_fields(
                 )
     defaults = transformers.AutoConfig.for_model(model_type).to_dict()
     problems = config_fields.find_problems(fields, defaults)
-    theta = rope.find_theta(given_fields)
-    if family.rope.is_optional and not theta:
-        problems.append(
-            ".rope_parameters.rope_theta: missing. Use null for layers without RoPE, as in "
-            "the published models. Else use the number that the model was trained with; "
-            "transformers' default is 10000."
-        )
-    if problems:
-        raise UserError(problems)
     passed = {name: value for name, value in fields.items() if name in own}
     passed |= {x: None for x in _NULL_FIELDS if x in own and given_fields.get(x, 0) is None}
-    if family.rope.is_optional and theta == rope.NO_THETA:
-        passed = {name: passed[name] for name in passed.keys() - {*rope.FIELDS}}
-        passed["rope_parameters"] = {"rope_type": "default", **theta}
+    if family.rope.is_optional:
+        theta = rope.find_theta(given_fields)
+        if not theta:
+            problems.append(
+                ".rope_parameters.rope_theta: missing. Use null for layers without RoPE, as in "
+                "the published models. Else use the number that the model was trained with."
+            )
+        elif theta == rope.NO_THETA:
+            passed["rope_parameters"] = {"rope_type": "default", **theta}
+    if problems:
+        raise UserError(problems)
     try:
-        resolved = transformers.AutoConfig.for_model(model_type, **passed)
+        # a copy, because transformers adds entries to its input dicts
+        resolved = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(passed))
     except Exception as error:  # any, depending on the family
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"transformers refuses it: {reason}") from None
     given = resolved.to_dict() | _renamed_fields(resolved)
     if "layer_types" in fields:
         given["layer_types"] = fields["layer_types"]
+    head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+    if problems := rope.find_problems(fields, given, family.rope, head_dim):
+        raise UserError(problems)
     has_scores = is_reward_model(given_fields)
     has_bias = given.get("attention_bias", False)
-    head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
     activation = given.get("hidden_activation") or given["hidden_act"]
     model = {
         "vocab_size": given["vocab_size"],

@@ -304,17 +304,21 @@ def find_theta(fields: dict[str, Any]) -> dict[str, Any]:
     return next(({"rope_theta": x["rope_theta"]} for x in places if "rope_theta" in x), {})
 
 
-def normalize(group: dict[str, Any]) -> dict[str, Any]:
+def normalize(group: Any, place: str = GROUPS[0]) -> dict[str, Any]:
     """Copies a group, or a group for each layer type, as transformers reads it.
 
     Types have their present names, and are in `rope_type`: with only `type`, transformers would
     read the default for layers that differ (Gemma 3). Nulls are left out, except for `factor`,
     which transformers then computes from the numbers of positions.
+
+    Args: place: name of the field. Raises: UserError if it is not a group.
     """
+    if not isinstance(group, dict):
+        raise UserError(f".{place} = {format_value(group)}: must be a group of fields, or null.")
     kept: dict[str, Any] = {}
     for name, value in group.items():
-        if isinstance(value, dict):
-            value = normalize(value)
+        if value is not None and name in (FULL_ATTENTION, SLIDING_ATTENTION):
+            value = normalize(value, f"{place}.{name}")
         elif name in _TYPE_FIELDS:
             value = "longrope" if value == "su" else value  # its former name
         if value is not None or name == "factor":
@@ -349,87 +353,72 @@ def to_old_form(groups: dict[str, Any], support: RopeSupport) -> dict[str, Any]:
     return {**outside, "rope_scaling": None if is_default else scaling, **local}
 
 
-def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
+def find_problems(
+    fields: dict[str, Any], resolved: dict[str, Any], support: RopeSupport, head_dim: int
+) -> list[str]:
     """Problems of the rotary fields, which begin with a dot. Every field of every type is checked.
 
-    Args: fields: of config.json, without nulls, with groups from `normalize`.
+    Args:
+        fields: of config.json, without nulls, with groups from `normalize`.
+        resolved: fields with transformers' defaults; what it does not read is not in their
+            rope_parameters.
     """
+    whole = resolved[GROUPS[0]]
+    groups = {name: whole[name] for name in support.layer_types if name in whole} or {"": whole}
+    form = next((name for name in GROUPS[::-1] if fields.get(name)), GROUPS[0])
+    places = [fields, *(fields.get(name) or {} for name in GROUPS)]
+    has_range = "max_position_embeddings" in fields or any(ORIGINAL in x for x in places)
     problems = []
-    outside = {}
+    for layer_type, group in groups.items():
+        place = f".{form}.{layer_type}".rstrip(".") if form == GROUPS[0] else f".{form}"
+        size = head_dim
+        if layer_type == FULL_ATTENTION:  # Gemma 4
+            size = fields.get("global_head_dim", head_dim)
+        found = find_group_problems(group, support, head_dim=size, has_range=has_range)
+        if layer_type and group.get("truncate") is False:
+            found.append(
+                "truncate = false: is not implemented in the group of a layer type, where "
+                "transformers ignores it. Leave it out."
+            )
+        problems += [f"{place}.{problem}" for problem in found]
+    if problems:
+        return problems
+    main = groups.get(FULL_ATTENTION, whole)
+    given = []  # names, values and what transformers reads
     for name in OUTSIDE_FIELDS:
-        value = fields.get(name)
-        if value is None or (name == PARTIAL and value == 1):
-            continue
-        if name not in support.outside_fields:
-            place = "Put it into rope_scaling" if name == ORIGINAL else "Leave it out"
-            problems.append(
-                f".{name} = {format_value(value)}: is not a field of this model_type. {place}."
-            )
-        elif wrong := json_values.find_problem(_RULES, name, value):
-            problems.append(f".{wrong}")
-        else:
-            outside[name] = value
-    local = {"rope_theta": outside.pop(_LOCAL_THETA, None)}
-    layer_types = errors.format_choices(support.layer_types)
-    main_groups = []
-    for form, other_form in zip(GROUPS, GROUPS[::-1], strict=True):
-        whole = fields.get(form)
-        if whole is None or (not whole and "default" in support.types):
-            continue
-        has_types = isinstance(whole, dict) and is_nested(whole, support)
-        if support.layer_types and has_types != (form == GROUPS[0]):
-            problems.append(
-                f".{form}: transformers reads a group for each of {layer_types} in {GROUPS[0]}, "
-                f"and one group in {GROUPS[1]}. Use {other_form} instead."
-            )
-            continue
-        for layer_type, group in (
-            {FULL_ATTENTION: {}} | whole if has_types else {"": whole}
-        ).items():
-            place = f".{form}.{layer_type}".rstrip(".")
-            if not isinstance(group, dict) or layer_type not in ("", *support.layer_types):
-                of_layers = f" of {layer_types}" if has_types else ""
-                problems.append(
-                    f"{place} = {format_value(group)}: must be a group of fields{of_layers}, or "
-                    "null."
-                )
+        group = groups.get(SLIDING_ATTENTION, {}) if name == _LOCAL_THETA else main
+        read = group.get("rope_theta" if name == _LOCAL_THETA else name)
+        if name in fields and not (name == PARTIAL and fields[name] == 1):
+            given.append((name, fields[name], read if name in support.outside_fields else None))
+    for form in GROUPS:
+        own = fields.get(form) or {}
+        own_groups = own if is_nested(own, support) else {form: own}
+        for layer_type, group in own_groups.items():
+            place = form if group is own else f"{form}.{layer_type}"
+            read = main if group is own else groups.get(layer_type, {})
+            if not isinstance(group, dict):
+                given.append((place, group, None))
                 continue
-            if layer_type and group.get("truncate") is False:
-                problems.append(
-                    f"{place}.truncate = false: is not implemented in the group of a layer type, "
-                    "where transformers ignores it. Leave it out."
-                )
-                continue
-            is_local = layer_type == SLIDING_ATTENTION
-            beside = local if is_local else outside
-            size = fields.get("head_dim")
-            if layer_type == FULL_ATTENTION:  # Gemma 4
-                size = fields.get("global_head_dim", size)
-            found = find_group_problems(group, {**fields, "head_dim": size}, support, beside)
-            problems += [f"{place}.{problem}" for problem in found]
-            problems += [
-                f".{_LOCAL_THETA if is_local else name} = {format_value(value)}: must equal "
-                f"{place[1:]}.{name} = {format_value(group[name])}. Leave one out."
-                for name, value in beside.items()
-                if None not in (value, group.get(name)) and value != group[name]
-            ]
-            if not is_local:
-                kept = {"rope_type": "default", PARTIAL: 1, **outside, **group}
-                main_groups.append({x: kept[x] for x in kept.keys() - {"type", "finetuned"}})
-    if not problems and any(group != main_groups[0] for group in main_groups):
-        problems.append(".rope_scaling: must equal rope_parameters. Leave one out.")
-    return problems
+            names = [x for x in group if x not in _IGNORED[1:] and (x, group[x]) != (PARTIAL, 1)]
+            given += [(f"{place}.{name}", group[name], read.get(name)) for name in names]
+    return [
+        f".{name} = {format_value(value)}: transformers does not read it, or reads "
+        f"{format_value(read)} instead. Leave it out, or correct it."
+        for name, value, read in given
+        if value != read
+    ]
 
 
 def find_group_problems(
     group: Mapping[str, Any],
-    fields: Mapping[str, Any],
     support: RopeSupport,
-    outside: Mapping[str, Any],
+    *,
+    head_dim: int | None = None,
+    has_range: bool = True,
 ) -> list[str]:
     """Problems of one group, which begin with the names of its fields.
 
-    Args: fields: of config.json; outside: valid fields beside the groups that apply to this one.
+    Args: has_range: True if the model's range or its original one is known.
     """
     type_name, *others = [group[name] for name in _TYPE_FIELDS if name in group] or ["default"]
     if type_name not in support.types or others not in ([], [type_name]):
@@ -452,13 +441,12 @@ def find_group_problems(
             )
         elif problem := json_values.find_problem(_RULES, name, value):
             problems.append(problem)
-    given = {**outside, **group}
     problems += [
         f"{name}: missing. Take it from the config.json of a published model with this type."
         for name in (*rope_type.required, *support.required_fields)
-        if name not in given
+        if name not in group
     ]
-    if rope_type.needs_range and not {"max_position_embeddings", ORIGINAL} & {*fields, *given}:
+    if rope_type.needs_range and not has_range:
         problems.append(
             f"rope_type = {type_name}: needs the number of positions that the model was trained "
             "for. Set max_position_embeddings."
@@ -467,25 +455,21 @@ def find_group_problems(
         return problems
     if rope_type.ordered:
         small, large = rope_type.ordered
-        low, high = ({"beta_slow": 1, "beta_fast": 32, **given}[name] for name in (small, large))
+        low, high = ({"beta_slow": 1, "beta_fast": 32, **group}[name] for name in (small, large))
         if low >= high:
             problems.append(f"{small} = {low}: must be below {large}, which is {high}.")
-    sizes: list[Any] = [fields.get(name) for name in ("hidden_size", "num_attention_heads")]
-    head_dim: Any = fields.get("head_dim")
-    if head_dim is None and all(json_values.is_integer(size) and size > 0 for size in sizes):
-        head_dim = sizes[0] // sizes[1]
-    if not json_values.is_integer(head_dim) or head_dim <= 0 or head_dim % 2:
-        return problems  # the sizes are missing or wrong, which is another problem
-    rotated = int(head_dim * given.get(PARTIAL, 1))
+    if head_dim is None:
+        return problems
+    rotated = int(head_dim * group.get(PARTIAL, 1))
     if rotated % 2 or rotated == 0:
         problems.append(
-            f"{PARTIAL} = {given.get(PARTIAL, 1)}: gives "
+            f"{PARTIAL} = {group.get(PARTIAL, 1)}: gives "
             f"{rotated} of {head_dim} elements of a head; it must be an even number from 2."
         )
     problems += [
-        f"{name}: has {len(given[name])} numbers, but {rotated} elements of a head are "
+        f"{name}: has {len(group[name])} numbers, but {rotated} elements of a head are "
         f"rotated in pairs. Give {rotated // 2} numbers."
         for name in ("short_factor", "long_factor")
-        if name in given and len(given[name]) != rotated // 2
+        if name in group and len(group[name]) != rotated // 2
     ]
     return problems

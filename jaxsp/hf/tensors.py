@@ -53,20 +53,16 @@ class StoredTensor:
         return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns elements in the order of the file: float32, or bytes as they are.
-
-        Raises: UserError if the file has changed.
-        """
+        """Returns elements in the order of the file. Raises: UserError if the file has changed."""
         dtype = jnp.dtype(DTYPES.get(self.dtype, "uint8"))
         try:
             with self.file.open("rb") as file:
                 if _find_state(file) != self.file_state:
                     raise UserError(f"{self.file} has changed since it was checked. Start again.")
                 file.seek(self.offset + start * dtype.itemsize)
-                elements = np.fromfile(file, dtype, stop - start)
+                return np.fromfile(file, dtype, stop - start)
         except OSError as error:
             raise UserError(f"{self.file} cannot be read: {error}. Copy it again.") from None
-        return elements if self.dtype == _BYTES else elements.astype(np.float32)
 
     def to_numpy(self) -> np.ndarray:
         """Returns the whole tensor in its own dtype."""
@@ -84,7 +80,7 @@ class Tensor:
     parts: tuple[StoredTensor, ...]
     """Stored tensors that this tensor is made of."""
     read: Callable[[Index], np.ndarray]
-    """Function that returns a slice, float32."""
+    """Function that returns a slice: float32, or bytes as they are."""
 
 
 def view_rows(
@@ -109,7 +105,9 @@ def view_rows(
             stop = min(max(rows.stop - before, start), count)
             arrays.append(part.read(start * size, stop * size))
             before += count
-        return np.concatenate(arrays).reshape(len(rows), *shape[1:])[(slice(None), *index[1:])]
+        whole = np.concatenate(arrays).reshape(len(rows), *shape[1:])
+        chosen = whole[(slice(None), *index[1:])]
+        return chosen if dtype == _BYTES else chosen.astype(np.float32)
 
     dtype = min((part.dtype for part in parts), key=lambda dtype: dtype in DTYPES)
     return Tensor(dtype=dtype, shape=shape, parts=parts, read=read)
@@ -117,12 +115,15 @@ def view_rows(
 
 def is_same(tensor: StoredTensor, other: StoredTensor) -> bool:
     """True if two tensors have the same numbers."""
+    if tensor.shape != other.shape:
+        return False
     size = math.prod(tensor.shape)
-    return tensor.shape == other.shape and all(
-        tensor.read(start, min(start + _COMPARE_ELEMENTS, size)).tobytes()
-        == other.read(start, min(start + _COMPARE_ELEMENTS, size)).tobytes()
-        for start in range(0, size, _COMPARE_ELEMENTS)
-    )
+    for start in range(0, size, _COMPARE_ELEMENTS):
+        stop = min(start + _COMPARE_ELEMENTS, size)
+        first, second = (x.read(start, stop).astype(np.float32) for x in (tensor, other))
+        if first.tobytes() != second.tobytes():
+            return False
+    return True
 
 
 def _find_state(file: Any) -> tuple[int, int]:

@@ -7,8 +7,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+import safetensors.numpy
 import yaml
 
 from jaxsp.data import sources, tokenize, tokenizers
@@ -225,6 +227,9 @@ def check_model(rng: random.Random) -> None:
         if rng.random() < 0.05:
             text = mutate_bytes(rng, text, [b"[" * 100_000, b"\xff", b"\xef\xbb\xbf", b"9" * 5000])
         pathlib.Path(folder, name).write_bytes(text)
+    tensor = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    stored = {tensor: np.zeros((4, 32), np.float32)}
+    safetensors.numpy.save_file(stored, "adapter/adapter_model.safetensors")
     where = ["model.config=null", "model.source=model"]
     if changes:
         where = []
