@@ -2,13 +2,12 @@
 
 import re
 
-import datasets
 import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data import dataset, documents
-from jaxsp.data.documents import Documents
+from jaxsp.data import dataset
+from jaxsp.data.documents import Documents, digest_split, select_records
 from tests.data import test_dataset, test_loader
 from tests.messages import assert_names, numbers
 
@@ -17,7 +16,7 @@ LENGTHS = [2 + number % 7 for number in range(1000)]
 
 def choose(lengths=LENGTHS, *, fraction=0.2, seed=0, name="a"):
     tokenized = [test_dataset.tokenized(lengths)]
-    return documents.select_records(tokenized, source_names=[name], fraction=fraction, seed=seed)[0]
+    return select_records(tokenized, source_names=[name], fraction=fraction, seed=seed)[0]
 
 
 def test_the_choice_depends_on_seed_name_and_index_only():
@@ -36,8 +35,8 @@ def test_every_document_is_trained_on_or_held_out():
     problems = ["bad" if number % 100 == 5 else None for number in range(1000)]
     lengths = [0 if problem else length for problem, length in zip(problems, LENGTHS, strict=True)]
     lengths[1] = 0
-    tokenized = test_dataset.tokenized(lengths).add_column("problem", problems)
-    chosen = documents.select_records([tokenized], source_names=["a"], fraction=0.2, seed=0)
+    tokenized = test_dataset.tokenized(lengths, problem=problems)
+    chosen = select_records([tokenized], source_names=["a"], fraction=0.2, seed=0)
     parts = [
         Documents(
             [tokenized], source_names=["a"], held_out=chosen, use_held_out=which, row_tokens=7
@@ -53,14 +52,10 @@ def test_every_document_is_trained_on_or_held_out():
     assert sum(int(part.lengths.sum()) for part in parts) == sum(lengths)
     (train,) = parts[0].sources
     (held,) = parts[1].sources
-    num_tokens = held.num_tokens + held.num_tokens_without_loss
-    assert (train.num_held_out, train.num_tokens_held_out) == (held.num_documents, num_tokens)
+    assert train.num_held_out == held.num_documents
     assert (train.num_skipped, train.num_empty, held.num_skipped, held.num_empty) == (10, 1, 0, 0)
-    assert train.num_split + held.num_split == sum(length > 7 for length in lengths)
-    assert numbers(dataset.describe_exclusions([train]))[:2] == [
-        held.num_documents,
-        num_tokens,
-    ]
+    assert train.num_long + held.num_long == sum(length > 7 for length in lengths)
+    assert numbers(dataset.describe_exclusions(parts[0]))[0] == held.num_documents
     assert held.num_held_out == 0
 
 
@@ -74,12 +69,12 @@ def test_another_fraction_is_a_change_of_the_data():
     )
     assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, was null"]
     assert dataset.describe_changes(before, before) == []
-    assert documents.digest_split("x", choose(), is_held_out=False) != documents.digest_split(
+    assert digest_split("x", choose(), is_held_out=False) != digest_split(
         "x", choose(name="b"), is_held_out=False
     )
     nothing = np.zeros(9, bool)
-    assert documents.digest_split("x", nothing, is_held_out=False) == "x"
-    assert documents.digest_split("x", nothing, is_held_out=True) != "x"
+    assert digest_split("x", nothing, is_held_out=False) == "x"
+    assert digest_split("x", nothing, is_held_out=True) != "x"
 
 
 @pytest.mark.parametrize(
@@ -105,11 +100,3 @@ def test_one_document_cannot_be_divided():
         choose([5, 0, 0], fraction=0.5)
     assert_names(caught.value, "data.eval", start="data.eval_fraction = 0.5: ")
     assert "data.eval_fraction=" not in str(caught.value)
-
-
-def test_a_stored_dataset_of_several_chunks_is_counted_through():
-    parts = [test_dataset.tokenized(LENGTHS[:400]), test_dataset.tokenized(LENGTHS[400:])]
-    joined = datasets.concatenate_datasets(parts)
-    chosen = documents.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
-    actual = Documents([joined], source_names=["a"], held_out=chosen, use_held_out=True).lengths
-    assert actual.tolist() == np.array(LENGTHS)[choose()].tolist()

@@ -3,15 +3,14 @@
 import dataclasses
 import threading
 
-import datasets
 import jax
 import numpy as np
 import pytest
 
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
-from jaxsp.data import dataset, documents
-from jaxsp.data.documents import Documents
+from jaxsp.data import dataset, store
+from jaxsp.data.documents import Documents, make_slots
 from jaxsp.data.loader import RowPlacement
 from jaxsp.data.packing import PackedEpochs
 from jaxsp.run import config_file
@@ -41,7 +40,7 @@ def documents_of(lengths, labels=False, row_tokens=32):
     columns = {"tokens": tokens}
     if labels:
         columns["labels"] = [np.where(random.random(len(ids)) < 0.5, ids, -100) for ids in tokens]
-    return Documents([datasets.Dataset.from_dict(columns)], row_tokens=row_tokens)
+    return Documents([store.from_columns(columns)], row_tokens=row_tokens)
 
 
 def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_segments=5, **data):
@@ -112,7 +111,7 @@ def local(array, device):
 def test_devices_share_each_row_along_its_length():
     """The first row of issue 2, and the row after it."""
     documents = Documents(
-        [datasets.Dataset.from_dict({"tokens": [[1, 10, 10, 10, 2, 2], [3, 4, 5, 6, 7, 8]]})]
+        [store.from_columns({"tokens": [[1, 10, 10, 10, 2, 2], [3, 4, 5, 6, 7, 8]]})]
     )
     feed = pipeline_of(documents, mesh=(1, 1, 2), rows_per_step=2, row_tokens=6, epochs=1)
     ((given, _),) = feed.batches()
@@ -243,7 +242,7 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
         ]
         for index, row in enumerate(map(plans.row, order)):
             tokens = documents.read_slice(row, 0, 32)
-            slots = documents.make_slots(row, 5)
+            slots = make_slots(row, 5)
             whole = tokens | slots
             assert np.array_equal(actual[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(actual[total:] == (-100 if name == "labels_BL" else 0))
@@ -287,11 +286,9 @@ class Recorded(Documents):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_token_is_read_once(mesh, monkeypatch):
-    make_slots = documents.make_slots
     slots_made = []
     monkeypatch.setattr(
-        row_reader,
-        "make_slots",
+        "jaxsp.data.loader.make_slots",
         lambda row, *others: slots_made.append(row) or make_slots(row, *others),
     )
     documents = Recorded(ragged())
@@ -367,9 +364,7 @@ def test_weights_go_with_their_labels(mesh, layout):
     """A token's weight is its number plus one half, so that every label's weight is known."""
     tokens = [list(range(100 * i, 100 * i + n)) for i, n in enumerate([40, 7, 33, 1, 20, 64])]
     weights = [[token + 0.5 for token in document] for document in tokens]
-    table = datasets.Dataset.from_dict({"tokens": tokens, "weights": weights}).cast_column(
-        "weights", datasets.LargeList(datasets.Value("float32"))
-    )
+    table = store.from_columns({"tokens": tokens, "weights": weights})
     feed = pipeline_of(Documents([table], row_tokens=32), mesh=mesh, layout=layout, epochs=1)
     num_labels = 0
     for given, _ in feed.batches():

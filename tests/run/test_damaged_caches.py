@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import NeedsAttentionError, ProblemCollector, UserError
-from jaxsp.data import store as token_cache
-from jaxsp.data import tokenizers
+from jaxsp.data import store, tokenizers
 from jaxsp.data.documents import Documents
 from jaxsp.data.store import DamagedCacheError
 from jaxsp.run import config_file, data_sets
@@ -20,7 +19,7 @@ TEXTS = [f"document {number} " + "word " * 9 * number for number in range(12)]
 
 @pytest.fixture(autouse=True)
 def cache(own_cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "BLOCK_IDS", 64)
+    monkeypatch.setattr(store, "BLOCK_IDS", 64)
     records = {
         "text": [{"text": text} for text in TEXTS],
         "tokens": [{"input_ids": list(text.encode())} for text in TEXTS],
@@ -71,12 +70,12 @@ def flip(path, place):
 
 def test_a_changed_bit_of_any_token_is_noticed_when_it_is_read(cache, capfd):
     expected = read_rows()
-    (path,) = cache.rglob("*.arrow")
+    path = find_array(cache, "tokens")
     place = find_ids(path, expected[7][0])
     for offset in (0, 5, 4 * len(expected[7][0]) - 1):
         flip(path, place + offset)
         assert read_rows() == expected
-    with pytest.raises(DamagedCacheError, match=r"\.arrow .*same command") as caught:
+    with pytest.raises(DamagedCacheError, match=r"IS DAMAGED.*same command") as caught:
         read_damaged(path, place)
     assert isinstance(caught.value, NeedsAttentionError)
     assert not path.exists()
@@ -84,9 +83,8 @@ def test_a_changed_bit_of_any_token_is_noticed_when_it_is_read(cache, capfd):
 
 def test_labels_are_checked_when_the_data_are_opened(cache, capfd):
     expected = read_rows("prompt_completion")
-    (path,) = cache.rglob("*.arrow")
-    stored = expected[7][0]
-    flip(path, path.read_bytes().rindex(np.array(stored[-9:], np.int32).tobytes()))
+    path = find_array(cache, "labels")
+    flip(path, path.read_bytes().rindex(np.array(expected[7][0][-9:], np.int32).tobytes()))
     capfd.readouterr()
     assert read_rows("prompt_completion") == expected
     assert capfd.readouterr().err.count("IS DAMAGED") == 1
@@ -98,47 +96,45 @@ def find_ids(path, ids):
 
 def read_damaged(path, place):
     flip(path, place)
-    dataset, stats = token_cache.open_file(path)
-    documents = Documents([dataset], stats=[stats])
+    documents = Documents([store.open_or_build(path.parent, None)])
     assert documents.read_slice(row_of((0, 0, 9)), 0, 9)["tokens"].tolist()  # another block
     documents.read_slice(row_of((7, 0, 9)), 0, 9)
+
+
+def find_array(cache, name):
+    (path,) = (path for path in cache.rglob(name) if path.is_file())
+    return path
 
 
 @pytest.mark.parametrize("record_format", ["text", "tokens"])
 def test_a_damaged_file_is_made_again(cache, capfd, record_format):
     expected = read_rows(record_format)
-    (path,) = cache.rglob("*.arrow")
-    lengths = np.cumsum([0, *(len(tokens) for tokens, _ in expected)])
-    size = path.stat().st_size
-    places = {
-        "lengths": path.read_bytes().index(lengths[:9].tobytes()) + 8,
-        "statistics": size - 200,
-        "checksum": size - 1,
-        "cut": int(0.7 * size),
-        "empty": 0,
-    }
-    for kind, place in places.items():
-        if kind in ("cut", "empty"):
-            path.write_bytes(path.read_bytes()[:place])
+    folder = find_array(cache, "tokens").parent
+    damage = [(file.name, kind) for file in folder.iterdir() for kind in ("cut", "missing")]
+    damage += [("records.arrow", "flip"), ("meta.json", "flip"), ("meta.json.crc32", "flip")]
+    assert len(damage) == 13
+    for name, kind in damage:
+        path = folder / name
+        if kind == "missing":
+            path.unlink()
+        elif kind == "cut":
+            path.write_bytes(path.read_bytes()[:-3])
         else:
-            flip(path, place)
+            flip(path, path.stat().st_size // 2)
         capfd.readouterr()
         assert read_rows(record_format) == expected
         output = capfd.readouterr().err
         assert output.count("IS DAMAGED") == 1
-        assert str(path) in output
-    path.unlink()
-    assert read_rows(record_format) == expected
+        assert str(folder) in output
 
 
 def test_a_damaged_cache_that_cannot_be_removed_is_a_user_error(cache, monkeypatch):
     read_rows()
-    (path,) = cache.rglob("*.arrow")
-    path.write_bytes(b"")
+    find_array(cache, "tokens").write_bytes(b"")
 
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(pathlib.Path, "unlink", refuse)
-    with pytest.raises(UserError, match=r"\.arrow.*Permission.*HF_DATASETS_CACHE"):
+    monkeypatch.setattr(pathlib.Path, "rename", refuse)
+    with pytest.raises(UserError, match=r"IS DAMAGED.*Permission.*HF_DATASETS_CACHE"):
         read_rows()

@@ -4,13 +4,12 @@ import dataclasses
 import functools
 from typing import Any
 
-import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.data import dataset
+from jaxsp.data import dataset, store
 from jaxsp.data.dataset import PackedDataset
 from jaxsp.data.documents import Documents
 from jaxsp.training.specs import StepSpec
@@ -67,7 +66,7 @@ def pack(records: Records, spec: StepSpec, *, has_references: bool = True) -> Pa
         columns["first_reference"] = records.references[::2]
         columns["second_reference"] = records.references[1::2]
     row_tokens = spec.config.row_tokens
-    documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=row_tokens)
+    documents = Documents([store.from_columns(columns)], row_tokens=row_tokens)
     return dataset.pack_documents("pairs", documents, **spec.config.packing, digests=["x"])
 
 

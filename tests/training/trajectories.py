@@ -6,14 +6,13 @@ import functools
 import types
 from typing import Any
 
-import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.data import dataset
+from jaxsp.data import dataset, store
 from jaxsp.data.documents import Documents
 from jaxsp.data.source import TOKEN_NUMBERS
 from jaxsp.objectives.policy import Policy
@@ -108,7 +107,7 @@ def with_token_advantages(trajectories: Trajectories) -> Trajectories:
 def pack(trajectories: Trajectories, objective: Policy, spec: StepSpec) -> Any:
     """Packs trajectories as tokenized sources are packed."""
     documents = Documents(
-        [datasets.Dataset.from_dict(trajectories.make_columns())],
+        [store.from_columns(trajectories.make_columns())],
         row_tokens=spec.config.row_tokens,
         numbers=objective.needs,
         equal_numbers=objective.needs_equal,
