@@ -3,14 +3,25 @@
 from typing import Any
 
 import datasets
+import numpy as np
 
 from jaxsp.data import sources
 from jaxsp.data.data_config import FORMAT, DataConfig
 from jaxsp.data.source import Source
+from jaxsp.data.store import TokenizedSource
 
 
 def make_source(*, format: str, **fields: Any) -> Source:
     return FORMAT.by_name()[format](**fields)
+
+
+def to_columns(tokenized: TokenizedSource) -> dict[str, list[Any]]:
+    """Columns of records, with the lists of numbers of each by the names of the arrays."""
+    columns = tokenized.records.to_pydict()
+    ends = np.cumsum(tokenized.num_tokens)
+    for name, ids in tokenized.arrays.items():
+        columns[name] = [part.tolist() for part in np.split(ids.ids, ends[:-1])]
+    return columns
 
 
 def read(source: Source, *, data: DataConfig) -> datasets.Dataset:

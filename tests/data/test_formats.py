@@ -30,7 +30,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 def kept(record, format="messages", **fields):
     source = make_source(source="x", format=format, **fields)
-    return json.loads(source.convert(record, has_labels=False)["record"])
+    return json.loads(source.convert(record)["record"])
 
 
 def problem(record, format="messages", **fields):
@@ -227,28 +227,9 @@ def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
     source = make_source(source="x", format="tokens")
     for ids in ([1, 2], "[1, 2]", np.array([1, 2], np.int64), np.array([1, 2], np.uint8)):
         record = {"input_ids": ids, "labels": "[-100, 2]"}
-        actual = source.convert(record, has_labels=True)
+        actual = source.convert(record)
         assert (actual["input_ids"].tolist(), actual["labels"].tolist()) == ([1, 2], [-100, 2])
         assert actual["input_ids"].dtype == actual["labels"].dtype == np.int32
-
-
-def test_columns_have_the_names_in_fields():
-    source = make_source(
-        source="x",
-        format="prompt_completion",
-        fields={"prompt": "q", "tools": "functions", "role": "who"},
-    )
-    names = ["q", "completion", "functions", "chat_template_kwargs", "system", "history", "images"]
-    assert source.known_columns() >= {*names}
-    assert source.select_columns([*names, "url"]) == names
-    assert source.select_columns(["prompt", "completion"]) == []
-
-
-def test_a_prompt_without_completion_is_a_problem_that_names_completion(tmp_path):
-    parquet.write_table(pa.table({"prompt": ["x"], "answer": ["y"]}), tmp_path / "a.parquet")
-    columns = make_source(source="x", format="prompt_completion").select_columns
-    ((_, record, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
-    assert_names(problem(record, "prompt_completion"), "completion", "answer, prompt")
 
 
 NO_LOSS = [
@@ -353,7 +334,7 @@ RECORDS = {
 def checked(record, format, **fields):
     """Returns the content that is stored of a record of any format."""
     source = make_source(source="x", format=format, **fields)
-    content = source.convert(record, has_labels=False)
+    content = source.convert(record)
     return next(iter(content.values()))
 
 
@@ -393,48 +374,6 @@ def test_text_that_nothing_reads_is_refused_by_name_in_every_format(format):
     assert np.array_equal(checked(record | metadata, format), expected)
 
 
-def test_the_suggestion_for_unread_text_reads_it():
-    sharegpt = {"from": "human", "value": "hi"}
-    answers = {"chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}
-    sharegpt_names = {"role": "from", "content": "value"}
-    roles = {"human": "user", "gpt": "assistant"}
-    for record, format, before, fields, prompt in (
-        ({"query": "Why so?"} | ANSWERS, "preference", {}, {"prompt": "query"}, "Why so?"),
-        (
-            {"system": "Be brief.", "query": "Why so?"} | ANSWERS,
-            "preference",
-            {},
-            {"prompt": ["system", "query"]},
-            "Be brief.\nWhy so?",
-        ),
-        (
-            {"task_text": "Say why.", "facts": "It rains.", "answer": "x", "good": 1},
-            "unpaired",
-            {"prompt": "task_text", "completion": "answer", "label": "good"},
-            {"prompt": ["task_text", "facts"]},
-            "Say why.\nIt rains.",
-        ),
-        (
-            {"turns": [sharegpt]} | answers,
-            "preference",
-            sharegpt_names,
-            {"prompt": "turns"},
-            [USER],
-        ),
-    ):
-        with pytest.raises(UserError) as raised:
-            checked(record, format, fields=before, roles=roles)
-        for name, columns in fields.items():
-            shown = columns if isinstance(columns, str) else f"[{', '.join(columns)}]"
-            assert f"{name}: {shown}" in str(raised.value)
-        content = json.loads(checked(record, format, fields=before | fields, roles=roles))
-        assert content["prompt"] == prompt
-    for format in ("messages", "tokens"):
-        with pytest.raises(UserError) as raised:
-            checked(RECORDS[format] | {"query": "Why so?"}, format)
-        assert "fields: {" not in str(raised.value)
-
-
 def test_a_text_that_the_conversation_has_too_may_be_in_another_field():
     talk = {"messages": [USER | {"content": "Why so?"}, ASSISTANT]}
     assert kept(talk | {"prompt": "Why so?"}) == talk
@@ -463,31 +402,22 @@ def test_texts_of_several_fields_are_joined_with_a_line_break():
 
 @pytest.mark.usefixtures("own_cache")
 def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path):
-    def read(row, **fields):
-        parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-        source = make_source(source="a.parquet", **fields)
-        data = DataConfig(train=(source,), row_tokens=8)
-        (entry,) = source_configs.read(source, data=data)
-        return json.loads(entry["record"])
-
-    alpaca = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5]}
-    joined = {"prompt": "a\nc", "completion": "b"}
-    assert read(alpaca, format="prompt_completion") == joined
-    with assert_refused("query", "fields: {prompt: query}"):
-        read(ANSWERS | {"query": "Why so?"}, format="preference")
-    with assert_refused("b", "prompt", start="fields: "):
-        read(ANSWERS | {"a": "x"}, format="preference", fields={"prompt": ["a", "b"]})
-    columns = make_source(source="x", format="prompt_completion").select_columns
-    names = ["instruction", "prompt_id", "output", "query"]
-    assert columns(names) == ["instruction", "output", "query"]
+    row = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5], "the_id": "x y"}
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    source = make_source(source="a.parquet", format="prompt_completion")
+    data = DataConfig(train=(source,), row_tokens=8)
+    (entry,) = source_configs.read(source, data=data)
+    assert json.loads(entry["record"]) == {"prompt": "a\nc", "completion": "b"}
+    names = ["prompt_id", "query", *row]
+    assert source.select_columns(names) == ["query", *[*row][:-1]]
 
 
 IDS = {"input_ids": [10, 11, 12, 13]}
 
 
-def checked_tokens(record, has_labels=True, **fields):
+def checked_tokens(record, **fields):
     source = make_source(source="x", format="tokens", **fields)
-    actual = source.convert(IDS | record, has_labels=has_labels)
+    actual = source.convert(IDS | record)
     return {name: ids.tolist() for name, ids in actual.items()}
 
 
@@ -500,18 +430,6 @@ def test_a_mask_of_tokens_limits_their_loss(name):
     for mask in ([0, 1], [0, 0, 1, 2], [[0, 0, 1, 1]]):
         with pytest.raises(UserError, match=f"{name}.* 4 "):
             checked_tokens({name: mask})
-    with pytest.raises(UserError, match=f"{name}.*first record"):
-        checked_tokens({name: [0, 0, 1, 1]}, has_labels=False)
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_the_first_record_decides_whether_a_source_has_labels(tmp_path):
-    columns = {"input_ids": [[1, 2], [3, 4]], "completion_mask": [[0, 1], [1, 1]]}
-    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
-    source = make_source(source=str(tmp_path / "a.parquet"), format="tokens")
-    data = DataConfig(train=(source,), row_tokens=8)
-    read = source_configs.read(source, data=data)
-    assert read["labels"] == [[-100, 2], [3, 4]]
 
 
 def test_padding_at_either_end_of_tokens_is_dropped():
@@ -526,7 +444,7 @@ def test_padding_at_either_end_of_tokens_is_dropped():
         labels = [10, 11, -100, 13][content]
         assert checked_tokens(padded) == {"input_ids": expected, "labels": labels}
     left = {"attention_mask": [0, 0, 1, 1], "position_ids": [1, 1, 0, 1], "seq_lengths": [2]}
-    assert checked_tokens(left, has_labels=False) == {"input_ids": [12, 13]}
+    assert checked_tokens(left) == {"input_ids": [12, 13]}
 
 
 @pytest.mark.parametrize(
@@ -543,6 +461,6 @@ def test_padding_at_either_end_of_tokens_is_dropped():
 )
 def test_tokens_of_several_documents_are_refused(fields):
     with pytest.raises(UserError, match=next(iter(fields))):
-        checked_tokens(fields, has_labels=False)
-    ignored = checked_tokens(fields, has_labels=False, ignore_fields=tuple(fields))
+        checked_tokens(fields)
+    ignored = checked_tokens(fields, ignore_fields=tuple(fields))
     assert ignored == IDS

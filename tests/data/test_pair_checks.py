@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def checked(record, format="preference", **fields):
     """Returns the content of a record, and its values by column."""
     source = make_source(source="x", format=format, **fields)
-    entry = source.convert(record, has_labels=False)
+    entry = source.convert(record)
     return json.loads(entry.pop("record")), entry
 
 
@@ -125,9 +125,6 @@ def test_one_message_is_a_list_of_one():
     assert kept(talk) == {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
     feedback = {"prompt": USER, "completion": BAD, "label": False}
     assert kept(feedback, "unpaired") == {"prompt": [USER], "completion": [BAD]}
-    roles = {"bot": "assistant"}
-    source = make_source(source="x", format="preference", roles=roles)
-    assert "bot" in source.find_roles({"chosen": {"role": "bot", "content": "a"}})
 
 
 def test_preferences_of_openai_are_read():
@@ -191,11 +188,6 @@ def test_one_record_or_a_mixture_of_text_and_messages_has_no_mismatched_completi
     write(tmp_path / "one.jsonl", bad, FEEDBACK, bad)
     with assert_refused("line 2", "two", start="data.train.0.source = one.jsonl: "):
         read(tmp_path / "one.jsonl")
-    write(tmp_path / "label.jsonl", FEEDBACK, FEEDBACK | {"label": "meh"})
-    with pytest.raises(UserError) as raised:
-        read(tmp_path / "label.jsonl")
-    assert_names(raised.value.problems[0], "line 2", "label", "meh")
-    assert_names(raised.value.problems[1], "line 1", "two")
     talk = {"prompt": [USER], "completion": [GOOD], "label": False}
     write(tmp_path / "mixed.jsonl", FEEDBACK, bad, talk, talk)
     with pytest.raises(UserError) as raised:

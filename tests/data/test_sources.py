@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import sources, store
+from jaxsp.data import sources
 from jaxsp.data.data_config import DataConfig
 from tests.data import source_configs
 from tests.data.source_configs import make_source
@@ -102,12 +102,6 @@ REFUSED = [
     ({"a.txt": "x", "a.jsonl": "{}"}, "a.*", "text", ["a.jsonl and a.txt"]),
     ({"a.txt": "x"}, "a.txt", "tokens", ["input_ids", "format: text", ".jsonl"]),
     ({"a.txt.gz": "x"}, "a.txt.gz", "prompt_completion", ["prompt or completion", "format: text"]),
-    ({"a.txt": ""}, "a.txt", "text", ["record", "text"]),
-    ({"a.jsonl": "\n"}, "a.jsonl", "text", ["record", "text"]),
-    ({"a.jsonl": ""}, "a.jsonl", "messages", ["record", "messages"]),
-    ({"a.json": "[]"}, "a.json", "text", ["record", "text"]),
-    ({"a.csv": "text\n"}, "a.csv", "text", ["record", "text"]),
-    ({"a.jsonl": '{"input_ids": []}'}, "a.jsonl", "tokens", ["record", "input_ids"]),
     ({"a.ZIP": "text"}, "a.ZIP", "text", ["a.ZIP", ".zip files", ".jsonl"]),
     ({"a.tar.gz": "text"}, "a.tar.gz", "text", ["a.tar.gz", ".tar.gz files", ".jsonl"]),
     (
@@ -129,15 +123,6 @@ def test_an_unreadable_source_is_an_error_with_a_suggestion(tmp_path, made, sour
     assert_names(problem, *parts)
 
 
-def test_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.TXT").write_text(folder)
-        os.utime(tmp_path / folder / "a.TXT", (1, 1))  # as archives and containers do
-        monkeypatch.chdir(tmp_path / folder)
-        assert read("a.TXT")["text"] == [folder]
-
-
 def write_lines(path, records):
     path.write_text(
         "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
@@ -156,73 +141,14 @@ def write_lines(path, records):
         ("tokens", [{"input_ids": [2147483648]}], ["input_ids", "list", "2,147,483,648"]),
         ("tokens", [{"input_ids": [1, None]}], ["input_ids", "list", "2,147,483,648"]),
         ("tokens", [{"input_ids": [1], "labels": [1]}], ["labels", "first record"]),
+        ("text", ["{"], ["JSON"]),
     ],
 )
 def test_a_bad_record_is_named_with_its_line_and_problem(tmp_path, format, records, parts):
     good = {"text": "x"} if format == "text" else {"input_ids": [1]}
     write_lines(tmp_path / "a.jsonl", [good, "", *records, good])
-    problem, summary = problems("a.jsonl", format)
-    assert_names(problem, *parts, start="a.jsonl, line 3: ")
-    assert numbers(summary) == [1, 3]
-    assert_names(summary, "data.on_bad_record=skip")
-
-
-def test_a_skipped_record_stays_as_an_entry_with_its_problem(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, "{", {"text": ""}, {"text": 3}])
-    records = read("a.jsonl", data=settings(on_bad_record="skip"))
-    assert records["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
-    assert records["text"] == ["x", "", "", ""]
-    assert [bool(problem) for problem in records["problem"]] == [False, True, False, True]
-    assert_names(records["problem"][1], "JSON")
-    assert_names(records["problem"][3], "text", "number", "string")
-
-
-def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
-    write_lines(
-        tmp_path / "a.jsonl", [{"text": "x"}, *[{"text": number} for number in range(7)], "{"]
-    )
-    *named, summary = problems("a.jsonl")
-    places, reasons = zip(*(line.split(": ", 1) for line in named), strict=True)
-    assert places == tuple(f"a.jsonl, line {number}" for number in (2, 3, 4, 5, 6))
-    assert_names(reasons[0], "text", "number", "string")
-    assert set(reasons[1:]) == {reasons[1]} != {reasons[0]}, "the same reason is not repeated"
-    assert numbers(summary)[:3] == [8, 9, 5]
-    assert_names(summary, "data.on_bad_record=skip")
-    lenient = settings(on_bad_record="skip", max_bad_records=8)
-    assert store.find_bad_records(read("a.jsonl", data=lenient), max_examples=1)[0] == 8
-    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
-    assert numbers(summary) == [8, 9, 5, 7, 8]
-    assert_names(summary, "data.max_bad_records")
-
-
-def test_reading_stops_early_if_nearly_every_record_is_bad(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"messages": []}] * 150, "never read"])
-    for data, most in (
-        (settings(), 100),
-        (settings(on_bad_record="skip"), 100),
-        (settings(max_bad_records=120), 120),
-    ):
-        first, second, *_, summary = problems("a.jsonl", data=data)
-        assert_names(first, "text", "format: messages", start="a.jsonl, line 2: ")
-        assert second.startswith("a.jsonl, line 3: ")
-        assert numbers(summary) == [most]
-        assert_names(summary, "data.on_bad_record=skip", "data.max_bad_records")
-    assert len(read("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=151))) == 152
-
-
-def test_a_source_without_usable_records_is_refused_under_skip_too(tmp_path):
-    write_lines(tmp_path / "a.jsonl", ["{", {"text": ""}])
-    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip"))
-    assert numbers(summary) == [1, 2]
-    assert_names(summary, "format", "fields")
-    assert "data.on_bad_record" not in summary, "it is skip already"
-
-
-def test_a_file_is_read_again_with_other_fields(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "x", "body": "y"}])
-    assert read("a.jsonl")["text"] == ["x"]
-    assert read("a.jsonl", fields={"text": "body"})["text"] == ["y"]
-    assert read("a.jsonl")["text"] == ["x"]
+    (problem,) = problems("a.jsonl", format)
+    assert_names(problem, *parts, "data.on_bad_record=skip", start="a.jsonl, line 3: ")
 
 
 @pytest.mark.parametrize("pattern", ["top/**/**/*.txt", "top/*.txt", "top/**/*.txt"])
@@ -262,11 +188,34 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
         )
 
 
-def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path):
-    """`cp -p`, `rsync -t` and tar keep the time."""
+def test_skipped_records_are_entries_and_too_many_are_refused(tmp_path):
+    lines = [{"text": "x"}, "{", {"text": ""}, {"text": 3}]
+    write_lines(tmp_path / "a.jsonl", lines)
+    records = read("a.jsonl", data=settings(on_bad_record="skip"))
+    assert records["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
+    assert records["text"] == ["x", "", "", ""]
+    assert [bool(problem) for problem in records["problem"]] == [False, True, False, True]
+    write_lines(tmp_path / "a.jsonl", lines * 4)
+    few = settings(on_bad_record="skip", max_bad_records=7)
+    *named, summary = problems("a.jsonl", data=few)
+    assert len(named) == 5
+    assert numbers(summary) == [7]
+    assert_names(summary, "data.max_bad_records")
+
+
+def test_the_fingerprint_changes_with_file_and_fields(tmp_path, monkeypatch):
+    """`cp -p`, `rsync -t` and tar keep the time of a file."""
+
+    def fingerprint(**fields):
+        source = make_source(source="a.txt", format="text", **fields)
+        return sources.read(source, data=settings()).fingerprint
+
+    fingerprints = []
     for text in ("AAAA", "BBBB"):
         (tmp_path / "new.txt").write_text(text)
         os.utime(tmp_path / "new.txt", (1, 1))
         (tmp_path / "new.txt").replace(tmp_path / "a.txt")
-        assert read("a.txt")["text"] == [text]
+        fingerprints += [fingerprint(), fingerprint(fields={"text": "body"})]
         time.sleep(0.02)  # file systems count time in steps of some milliseconds
+    assert fingerprint(name="another") == fingerprints[2]
+    assert len(set(map(str, fingerprints))) == 4
