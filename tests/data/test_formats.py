@@ -2,15 +2,17 @@
 
 import json
 import math
+import random
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data import file_types as files
 from jaxsp.data.data_config import FORMAT, DataConfig
+from jaxsp.data.source import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names, assert_refused
@@ -96,34 +98,6 @@ def test_arguments_of_a_call_may_be_a_string_of_json():
     ]
 
 
-def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
-    records = [
-        {
-            "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}],
-            "tools": [TOOL],
-            "chat_template_kwargs": {"a": 1},
-        },
-        {
-            "messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT],
-            "chat_template_kwargs": {"b": 2},
-        },
-    ]
-    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
-    columns = make_source(source="x", format="messages").select_columns
-    table = [record for _, record, _ in files.read_file(str(tmp_path / "a.parquet"), columns)]
-    assert [kept(record) for record in table] == [
-        {
-            "messages": [USER, {"role": "assistant", "tool_calls": [CALLED]}],
-            "tools": [TOOL],
-            "chat_template_kwargs": {"a": 1},
-        },
-        {
-            "messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT],
-            "chat_template_kwargs": {"b": 2},
-        },
-    ]
-
-
 def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
     """Nulls in arguments and tools are data; a null field of a message counts as missing."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
@@ -187,13 +161,6 @@ def test_conversations_and_tools_may_be_strings_of_json():
     }
 
 
-def test_text_parts_are_joined():
-    parts = [{"type": "text", "text": "a\n"}, {"type": "text", "text": "b", "image": None}]
-    assert kept({"messages": [{"role": "user", "content": parts}]})["messages"] == [
-        {"role": "user", "content": "a\nb"}
-    ]
-
-
 def test_prompt_and_completion_are_both_text_or_both_messages():
     for prompt, completion in (("a", "b"), ([USER], [ASSISTANT]), ("", "b")):
         record = {"prompt": prompt, "completion": completion}
@@ -215,12 +182,6 @@ BAD = [
 @pytest.mark.parametrize(("record", "parts"), BAD)
 def test_a_problem_names_the_fields_of_the_record(record, parts):
     assert_names(problem(record), *parts)
-
-
-def test_an_unused_field_may_have_any_value():
-    assert kept({"messages": [USER], "score": math.nan, "when": b"x", "text": "\ud800"}) == {
-        "messages": [USER]
-    }
 
 
 def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
@@ -464,3 +425,199 @@ def test_tokens_of_several_documents_are_refused(fields):
         checked_tokens(fields)
     ignored = checked_tokens(fields, ignore_fields=tuple(fields))
     assert ignored == IDS
+
+
+GOOD = ASSISTANT
+REJECTED = {"role": "assistant", "content": "no"}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+FEEDBACK = {"prompt": "q", "completion": "a", "label": True}
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def checked_pair(record, format="preference", **fields):
+    """Returns the content of a record, and its values by column."""
+    source = make_source(source="x", format=format, **fields)
+    entry = source.convert(record)
+    return json.loads(entry.pop("record")), entry
+
+
+def kept_pair(record, format="preference", **fields):
+    return checked_pair(record, format, **fields)[0]
+
+
+def fault(record, format="preference", **fields):
+    with pytest.raises(UserError) as raised:
+        kept_pair(record, format, **fields)
+    return str(raised.value)
+
+
+def read(path, format="unpaired", **fields):
+    source = make_source(source=path.name, format=format, **fields)
+    data = DataConfig(train=(source,), row_tokens=8, on_bad_record="skip")
+    with at("data.train.0.source", path.name):
+        return source_configs.read(source, data=data)
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_preferences_are_text_or_messages_and_may_have_tools_and_a_system_message():
+    assert kept_pair(PAIR | {"other": 1}) == PAIR
+    talk = {"prompt": [USER], "chosen": [GOOD], "rejected": [REJECTED]}
+    extras = {"tools": [FUNCTION], "chat_template_kwargs": {"a": 1}}
+    assert kept_pair(talk | extras) == talk | extras
+    system = {"role": "system", "content": "s"}
+    implicit = {"chosen": [USER, GOOD], "rejected": [USER, REJECTED], "system": "s"}
+    for record in (talk | {"system": "s"}, implicit):
+        assert kept_pair(record) == talk | {"prompt": [system, USER]}
+    assert_names(fault(PAIR | {"system": "s"}), "system", "prompt", "ignore_fields")
+    renamed = {"question": "q", "response_j": "a", "response_k": "b"}
+    fields = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+    assert kept_pair(renamed, fields=fields) == PAIR
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_an_implicit_prompt_is_extracted_as_in_trl(kind):
+    data_utils = pytest.importorskip("trl.data_utils", reason="needs trl")
+    draw = random.Random(0)
+    parts = ["a", " ", "b", "  "] if kind == "text" else [USER, GOOD, REJECTED]
+    num_compared = 0
+    for _ in range(300):
+        pair = {}
+        for name in ("chosen", "rejected"):
+            items = draw.choices(parts, k=draw.randint(2, 5))
+            pair[name] = "".join(items) if kind == "text" else items
+        if pair["chosen"] == pair["rejected"]:
+            continue
+        if pair["chosen"][0] != pair["rejected"][0]:  # TRL then reads the last character
+            continue
+        assert kept_pair(pair) == data_utils.extract_prompt(pair)
+        num_compared += 1
+    assert num_compared > 50
+
+
+def test_an_empty_prompt_is_a_prompt_and_an_ignored_one_is_not():
+    record = {"prompt": "", "chosen": "same a", "rejected": "same b"}
+    assert kept_pair(record) == record
+    extracted = {"prompt": "same", "chosen": " a", "rejected": " b"}
+    assert kept_pair(record, ignore_fields=("prompt",)) == extracted
+    both = {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, REJECTED]}
+    assert_names(fault(both), "prompt", "string", "ignore_fields: [prompt]")
+    twice = both | {"prompt": [USER]}
+    assert_names(fault(twice), "twice", "ignore_fields: [prompt]")
+    for record in (both, twice):
+        actual = kept_pair(record, ignore_fields=("prompt",))
+        assert actual == {"prompt": [USER], "chosen": [GOOD], "rejected": [REJECTED]}
+    make_source(source="x", format="preference", ignore_fields=("prompt", "margin"))
+
+
+def test_log_probabilities_of_the_reference_are_numbers_or_missing():
+    names = ("ref_chosen_logps", "ref_rejected_logps")
+    columns = [FIRST_REFERENCE, SECOND_REFERENCE]
+    for values in ((-1.5, -2), ("-1.5", "-2"), (None, None), ("", "")):
+        _, entry = checked_pair(PAIR | dict(zip(names, values, strict=True)))
+        assert list(entry) == columns
+        expected = [-1.5, -2.0] if values[0] else [math.nan, math.nan]
+        assert list(entry.values()) == pytest.approx(expected, nan_ok=True)
+    _, entry = checked_pair(PAIR | {names[0]: "x"}, ignore_fields=names)
+    assert all(map(math.isnan, entry.values()))
+    for value in (math.nan, math.inf, True, "x", [1.0]):
+        message = fault(PAIR | {names[0]: -1.0, names[1]: value})
+        assert_names(message, names[1], "finite number")
+    for given, missing in (names, names[::-1]):
+        assert_names(fault(PAIR | {given: -1.0}), missing, start=f"has {given}")
+
+
+def test_one_message_is_a_list_of_one():
+    talk = {"prompt": [USER], "chosen": GOOD, "rejected": REJECTED}
+    assert kept_pair(talk) == {"prompt": [USER], "chosen": [GOOD], "rejected": [REJECTED]}
+    feedback = {"prompt": USER, "completion": REJECTED, "label": False}
+    assert kept_pair(feedback, "unpaired") == {"prompt": [USER], "completion": [REJECTED]}
+
+
+def test_preferences_of_openai_are_read():
+    answers = {"preferred_output": [GOOD], "non_preferred_output": [REJECTED]}
+    record = {"input": {"messages": [USER], "tools": [FUNCTION], "parallel_tool_calls": True}}
+    expected = {"prompt": [USER], "chosen": [GOOD], "rejected": [REJECTED]}
+    assert kept_pair(record | answers) == expected | {"tools": [FUNCTION]}
+    assert kept_pair({"input": json.dumps({"messages": [USER]})} | answers) == expected
+    assert_names(fault({"input": "hi"} | answers), "input", "JSON")
+
+
+@pytest.mark.parametrize("format", ["messages", "prompt_completion", "unpaired"])
+def test_preferences_read_as_another_format_are_recognized(format):
+    assert_names(fault(PAIR, format), "format: preference")
+
+
+def test_unpaired_records_read_as_another_format_are_recognized():
+    assert_names(fault(FEEDBACK, "messages"), "format: unpaired")
+    assert kept_pair(FEEDBACK, "prompt_completion") == {"prompt": "q", "completion": "a"}
+
+
+def test_a_label_is_true_or_false_also_as_number_and_text():
+    for values, expected in (
+        ((True, 1, 1.0, "true", "True", "1"), True),
+        ((False, 0, 0.0, "false", "FALSE", "0"), False),
+    ):
+        for value in values:
+            content, entry = checked_pair(FEEDBACK | {"label": value}, "unpaired")
+            assert content == {"prompt": "q", "completion": "a"}
+            assert entry == {IS_DESIRABLE: expected}
+    for value in ("good", 2, -1, "", [True], math.nan):
+        assert_names(fault(FEEDBACK | {"label": value}, "unpaired"), "label", "true", "false")
+
+
+@pytest.mark.parametrize("num_records", [2, 3, 20])
+def test_a_record_has_the_completion_of_the_next_usable_one_and_the_last_that_of_the_first(
+    tmp_path, num_records
+):
+    draw = random.Random(num_records)
+    usable = [
+        {"prompt": f"q{number}", "completion": f"a{number}", "label": number % 2}
+        for number in range(num_records)
+    ]
+    records = [
+        each for record in usable for each in (*[{"prompt": "bad"}] * draw.randint(0, 2), record)
+    ]
+    records += [{"prompt": "bad"}] * 2
+    write(tmp_path / "a.jsonl", *records)
+    entries = list(read(tmp_path / "a.jsonl"))
+    assert [entry["place"] for entry in entries] == [
+        f"a.jsonl, line {number}" for number in range(1, len(records) + 1)
+    ]
+    good = [json.loads(entry["record"]) for entry in entries if entry["problem"] is None]
+    assert [record["completion"] for record in good] == [record["completion"] for record in usable]
+    rotated = [record["completion"] for record in usable[1:] + usable[:1]]
+    assert [record["mismatched_completion"] for record in good] == rotated
+
+
+def test_one_record_or_a_mixture_of_text_and_messages_has_no_mismatched_completions(tmp_path):
+    bad = {"prompt": "q"}
+    write(tmp_path / "one.jsonl", bad, FEEDBACK, bad)
+    with assert_refused("line 2", "two", start="data.train.0.source = one.jsonl: "):
+        read(tmp_path / "one.jsonl")
+    talk = {"prompt": [USER], "completion": [GOOD], "label": False}
+    write(tmp_path / "mixed.jsonl", FEEDBACK, bad, talk, talk)
+    with pytest.raises(UserError) as raised:
+        read(tmp_path / "mixed.jsonl")
+    parts = ("line 1", "line 3", "text", "messages", "two sources")
+    assert_names(raised.value, *parts, start="data.train.0.source = mixed.jsonl: ")
+
+
+def test_csv_has_labels_and_log_probabilities_as_text(tmp_path):
+    lines = ["prompt,completion,label", 'q,"a, b",true', "r,c,0"]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    entries = list(read(tmp_path / "a.csv"))
+    assert [entry[IS_DESIRABLE] for entry in entries] == [True, False]
+    assert json.loads(entries[1]["record"])["mismatched_completion"] == "a, b"
+    header = "prompt,chosen,rejected,ref_chosen_logps,ref_rejected_logps"
+    (tmp_path / "b.csv").write_text(f"{header}\nq,a,b,-1,-2.5\nr,c,d,,\n")
+    entries = list(read(tmp_path / "b.csv", "preference"))
+    first, second = ([entry[name] for entry in entries] for name in list(entries[0])[-2:])
+    assert (first[0], second[0]) == (-1.0, -2.5)
+    assert all(map(math.isnan, (first[1], second[1])))

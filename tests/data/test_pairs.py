@@ -149,15 +149,6 @@ def test_held_out_records_and_origins_count_records():
     assert origins[3]["location"] == "line 2"
 
 
-def test_labels_and_positions_are_those_of_each_document():
-    documents = Documents([make_records([[5, 4]], prompt=2)], row_tokens=ROW)
-    row = documents.segments
-    part = documents.read_slice(row, 0, 10)
-    assert part["tokens"].tolist() == [*range(9), 0]
-    assert part["labels"].tolist() == [-100, 2, 3, 4, -100, -100, 7, 8, -100, -100]
-    assert part["positions"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0]
-
-
 def test_a_reward_model_scores_the_last_token_of_each_document():
     documents = Documents([make_records([[5, 4]])], row_tokens=ROW, has_scores=True)
     row = documents.segments

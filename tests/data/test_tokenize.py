@@ -18,10 +18,9 @@ import transformers
 from jaxsp.core.errors import UserError, at
 from jaxsp.data import dataset, sources, store, tokenizers
 from jaxsp.data import tokenize as text
-from jaxsp.data.chat import ChatOptions, RenderedRecord
+from jaxsp.data.chat import RenderedRecord
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.documents import Documents
-from jaxsp.data.plain import Text
 from jaxsp.data.tokenizers import TextEncoder
 from jaxsp.run import export_command
 from tests.data import chats
@@ -139,12 +138,6 @@ def test_rendered_chats_get_no_second_frame():
         assert tokenizer.decode(ids) == f"{text}more<|im_end|>"
 
 
-def test_text_that_spells_an_end_token_of_the_bytes_tokenizer_is_not_an_end():
-    record = RenderedRecord(text="a<eos>\n", is_plain=True)
-    ((ids, _),) = chats.encode([record], tokenizers.make_byte_tokenizer())
-    assert ids.tolist() == [*b"a<eos>\n", 256]
-
-
 def test_a_vocabulary_without_an_unknown_token(tmp_path):
     """Letters of DNA; another letter is refused with its line."""
     backend = library.Tokenizer(library.models.WordLevel({"<e>": 0, "A": 1, "C": 2, "G": 3}))
@@ -253,7 +246,7 @@ def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
         raise RuntimeError("tokenized again")
 
     monkeypatch.setattr(text, "encode_records", encode)
-    
+
     assert (
         tokens("a.txt")
         == tokens("a.txt", num_workers=3)
@@ -443,22 +436,6 @@ print([workers, tokenized.digest, tokenized.arrays["tokens"].ids.tolist()])
     assert eval(process.stdout) == [[2], expected.digest, ids]
 
 
-def test_a_worker_tokenizes_with_its_fraction_of_the_cores(monkeypatch):
-    """Without this variable, the tokenizer's threads of all workers would be too many."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
-    monkeypatch.setattr(text, "_worker_encoder", None, raising=False)
-    options = ChatOptions(
-        tokenizer=tokenizers.make_byte_tokenizer(), template=None, has_full_loss=True
-    )
-    for threads, expected in ((1, ("false", "1")), (3, ("true", "3"))):
-        text._start_worker(text.Encoder(Text(source="x"), options), threads)
-        entry = {"place": "a", "problem": None, "text": "x"}
-        _, arrays = text._encode_in_worker([entry])
-        assert arrays["tokens"].tolist() == [120, 256]
-        assert (os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"]) == expected
-
-
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
     write(tmp_path / "a.jsonl", {"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3, 300]})
     with pytest.raises(
@@ -526,15 +503,6 @@ def test_dates_and_earlier_reasoning_are_parts_of_the_cache_and_counted(tmp_path
     assert len({result.digest for result in results}) == 3
     texts = [how["tokenizer"].decode(to_columns(result)["tokens"][0]) for result in results]
     assert [text[:5] for text in texts] == ["25 No", "25 No", "02 Ja"]
-
-
-def test_a_date_that_no_template_writes_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    own = chats.tokenizer()
-    own.chat_template = chats.CHATML
-    config = asked("a.txt", chat_template_date="2026-11-25")
-    with assert_refused("strftime_now", start="data.chat_template_date = 2026-11-25: "):
-        text.resolve_options(config.train[0], data=config, tokenizer=own)
 
 
 def test_other_users_may_read_the_cache(tmp_path):
