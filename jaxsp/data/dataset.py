@@ -325,6 +325,7 @@ def _suggest_packing(part: PackedEpochs) -> str | None:
         return None
     # some rows need more than the mean: lengths differ, and each epoch has another plan
     needed = 1.25 * part.max_segments * part.row_tokens / num_tokens[is_limited].mean()
+    needed = min(needed, len(plan.length))
     return (
         f"rows of {part.row_tokens:,} tokens are {100 * fraction:.0f} % full, because they have at "
         f"most {format_count(part.max_segments, 'segment')}: "

@@ -158,7 +158,7 @@ class Fact(Text):
     required: ClassVar = ("question", "answer")
     input_field: ClassVar = None
 
-    def check(self, record, *, has_labels):
+    def check(self, record):
         return {self.column: f"{record.get('question')}{self.separator}{record.get('answer')}"}
 
 

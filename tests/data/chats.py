@@ -22,7 +22,7 @@ def store(record: dict[str, Any]) -> dict[str, Any]:
     }
     name = next(name for field, name in formats_by_field.items() if field in record)
     source = make_source(source="unused", format=name)
-    return json.loads(source.convert(record, has_labels=False)["record"])
+    return json.loads(source.convert(record)["record"])
 
 
 _END = """{%- for call in message.tool_calls or [] -%}

@@ -11,7 +11,7 @@ from transformers.utils import chat_template_utils
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data import chat, chat_template, spans
+from jaxsp.data import chat, chat_template
 from jaxsp.data import spans as span_search
 from jaxsp.data.chat import ChatOptions
 from jaxsp.data.data_config import DataConfig
@@ -321,28 +321,6 @@ def test_a_prompt_may_contain_more_than_the_header_of_a_message(tokenizer):
         )
 
 
-def test_null_fields_are_removed_for_a_template(tokenizer):
-    template = chats.CHATML.replace(
-        "(message.content or '')", "(message.content if message.content is defined else 'nothing')"
-    )
-    messages = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [chats.CALL]}]
-    tokens, labels = encode({"messages": messages}, tokenizer, template)
-    assert (
-        tokens.tolist()
-        == tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
-    )
-    assert tokenizer.decode(learned(tokens, labels)[0]).startswith("nothing<tool_call>")
-
-
-def test_a_conversation_may_begin_with_the_assistant(tokenizer):
-    messages = [
-        {"role": "assistant", "content": "Hi."},
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "y"},
-    ]
-    assert learned_texts({"messages": messages}, tokenizer) == ["Hi.<|im_end|>\n", "y<|im_end|>\n"]
-
-
 def test_normalizer_and_post_processor_move_no_label():
     """A normalizer joins two characters, and a post-processor trims spaces from offsets."""
     tokenizer = chats.tokenizer(normalizer=normalizers.NFC())
@@ -402,24 +380,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
             chats.CHATML,
             ["chat_template_kwargs", "add_generation_prompt"],
         ),
-        (
-            {"messages": [{"role": "critic", "content": "x"}, *TALK]},
-            chats.INST,
-            ["Only user, system, tool and assistant roles are supported"],
-        ),
         ({"messages": TALK[:1] + TALK}, chats.TURNS, ["Conversation roles must alternate"]),
         ({"messages": TALK}, "{{ messages[0].content }}", ["drops", "message 2", "assistant"]),
-        ({"messages": TALK}, "{{ messages[1].content }}", ["drops", "message 1", "user"]),
-        (
-            {"messages": TALK},
-            "{# {% generation %} #}{% for m in messages[:1] %}{{ m.content }}{% endfor %}",
-            ["drops", "message 2"],
-        ),
-        (
-            {"messages": [TALK[0], {"role": "assistant", "tool_calls": [chats.CALL]}]},
-            chats.CHATML.replace("tool_calls", "calls"),
-            ["drops", "message 2"],
-        ),
         (
             {"messages": [TALK[0], {**TALK[1], "reasoning_content": "hmm"}]},
             chats.CHATML,
@@ -460,18 +422,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
         # arguments left out
         (
             {"messages": CALLED},
-            chats.CHATML.replace("call.function |", "call.function.name |"),
-            ["drops", "message 2"],
-        ),
-        (
-            {"messages": CALLED},
             chats.MARKED.replace("call.function |", "{'arguments': 1} |"),
             ["drops", "message 2"],
-        ),
-        (
-            {"messages": TALK, "chat_template_kwargs": {"strftime_now": "x"}},
-            chats.CHATML,
-            ["chat_template_kwargs", "strftime_now"],
         ),
         (
             {"messages": TALK},
@@ -503,30 +455,6 @@ def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, templa
         encode(record, tokenizer, template)
 
 
-def test_a_span_without_the_content_of_its_message_is_refused():
-    whole = "ask another answ<|im_end|>\n"
-    with pytest.raises(UserError, match=r"message 2 \(assistant\)"):
-        spans.check_span(TALK, [1], whole, (4, len(whole)), opening=("", ""), suggestion="")
-
-
-def test_only_thinking_may_precede_the_content():
-    lines = {"role": "assistant", "content": "<think>\nno\n</think>\n\n four "}
-    for text, before, begins in (
-        ("four<|im_end|>", "", True),
-        ("\n<think>four</think>four", "", True),
-        ("hm</think></think> four", "<think>\n", True),
-        ("hm</think>four", "", False),
-        ("<think>four</think>assistant\nfour", "", False),
-        ("assistant\nfour", "", False),
-    ):
-        assert spans.starts_with_message(lines, text, before=before) == begins
-    assert spans.starts_with_message(
-        {"role": "assistant", "content": "a <think>b</think> c"},
-        "a <think>b</think> c<|im_end|>",
-        before="",
-    )
-
-
 GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
 
 
@@ -543,13 +471,6 @@ def each(body):
             f"{{% macro say(m) %}}A: {GENERATION}{{% endmacro %}}" + each("{{ say(m) }}"),
             ["{% macro %}"],
         ),
-        (
-            "{% macro wrap() %}{{ caller() }}{% endmacro %}"
-            + each("{% call wrap() %}GENERATION{% endcall %}"),
-            ["{% call %}"],
-        ),
-        (each("{% filter trim %}GENERATION{% endfilter %}"), ["{% filter %}"]),
-        (each("{% set x %}GENERATION{% endset %}{{ x }}"), ["{% set %}"]),
         (each("GENERATION").replace(" %}", " recursive %}", 1), ["{% recursive for %}"]),
         (each("{% generation %}GENERATION{% endgeneration %}"), ["inside"]),
         # marks two letters of an earlier message
@@ -567,14 +488,6 @@ def each(body):
                 "{% if m.tool_calls %}{{ m.content }}{% generation %}{{ m.tool_calls | tojson }}"
                 "{% endgeneration %}{% elif m.role == 'assistant' %}GENERATION"
                 "{% else %}{{ m.content }}{% endif %}"
-            ),
-            ["part", "message 4", "assistant"],
-        ),
-        # marks only the beginning of a long answer
-        (
-            each(
-                "{% if m.role == 'assistant' %}{% generation %}{{ m.content[:8] }}"
-                "{% endgeneration %}{{ m.content[8:] }}{% else %}{{ m.content }}{% endif %}"
             ),
             ["part", "message 4", "assistant"],
         ),
@@ -708,17 +621,6 @@ def test_quoted_think_tags_are_content(tokenizer, content, problem):
     assert tokenizer.decode(written) == f"{content}<|im_end|>\n"
 
 
-def test_marks_only_around_messages_with_thinking_are_found(tokenizer):
-    template = chats.MARKED.replace(
-        "role == 'assistant' %}", "role == 'assistant' and '</think>' in message.content %}"
-    )
-    assert template != chats.MARKED
-    thinks = [*TALK, TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}]
-    assert learned_texts({"messages": thinks}, tokenizer, template) == [
-        "<think>hm</think>one<|im_end|>\n"
-    ]
-
-
 def test_arguments_of_calls_may_be_rendered_in_any_notation(tokenizer):
     arguments = {"it's": ['a "quoted"\n\\ \u00f6', {"x": "1 < 2 & '3'"}]}
     talk = [
@@ -780,26 +682,6 @@ def test_an_accent_that_joins_the_letter_before_it_is_refused():
     with pytest.raises(UserError, match=r"token.*:E'.*'\u0301x</s>'"):
         encode({"messages": messages}, tokenizer, template)
     assert learned_texts({"messages": TALK}, tokenizer, template) == ["answer</s>"]
-
-
-def test_a_completion_without_tokens_has_loss_only_on_the_end_token():
-    tokenizer = chats.tokenizer(normalizer=normalizers.Strip())
-    tokens, labels = encode({"prompt": "2 + 2 =", "completion": " "}, tokenizer)
-    assert [run.tolist() for run in learned(tokens, labels)] == [[tokenizer.eos_token_id]]
-    assert tokenizer.decode(tokens) == "2 + 2 =</s>"
-
-
-def test_tools_reach_the_template(tokenizer):
-    template = "{{ (tools | tojson) if tools }}" + chats.CHATML
-    tokens, labels = encode({"messages": TALK, "tools": TOOLS}, tokenizer, template)
-    assert tokenizer.decode(tokens).startswith(
-        '[{"type": "function", "function": {"name": "weather"'
-    )
-    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
-    assert (
-        encode({"messages": TALK, "tools": []}, tokenizer)[0].tolist()
-        == encode({"messages": TALK}, tokenizer)[0].tolist()
-    )
 
 
 def test_the_loss_of_a_completion_includes_the_end_token(tokenizer):

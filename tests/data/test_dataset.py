@@ -2,27 +2,25 @@
 
 import re
 
-import datasets
 import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout
-from jaxsp.data import dataset, packing, sources, tokenize
-from jaxsp.data.documents import Documents
-from tests.data import test_loader
-from tests.data.source_configs import make_source
+from jaxsp.data import dataset, packing, store
+from jaxsp.data.documents import Documents, digest_split, select_records
+from tests.data import test_dataset, test_loader
 from tests.messages import assert_names, assert_refused, numbers
 
 
-def tokenized(lengths, first=0, labels=False):
+def tokenized(lengths, first=0, labels=False, **columns):
     """Documents whose tokens are numbered from `first`, so that a token shows its origin."""
     tokens = []
     number = first
     for length in lengths:
         tokens.append(list(range(number, number + length)))
         number += length
-    columns = {
+    columns |= {
         "tokens": tokens,
         "place": [f"a.jsonl, line {line}" for line in range(1, len(lengths) + 1)],
     }
@@ -30,7 +28,7 @@ def tokenized(lengths, first=0, labels=False):
         columns["labels"] = [
             [token if token % 3 else -100 for token in document] for document in tokens
         ]
-    return datasets.Dataset.from_dict(columns)
+    return store.from_columns(columns)
 
 
 def data_of(sources, config, weights=None, **fields):
@@ -84,23 +82,11 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths()
         assert times == pytest.approx(weight * total / source.num_tokens, rel=0.03)
 
 
-def test_very_large_weights_are_fractions_too():
-    config = test_loader.settings_of(row_tokens=16)
-    assert data_of([[3, 4], [5]], config, weights=[1e308, 1e308]).source_weights == (0.5, 0.5)
-
-
 def test_a_row_has_documents_of_one_source_where_they_have_weights():
     config = test_loader.settings_of()
     data = data_of([lengths_of(50, 20), lengths_of(50, 20, 1)], config, weights=[1.0, 1.0])
     for index in range(50):
         assert len(set(data.documents.find_sources(data.stream.row(index).document).tolist())) == 1
-
-
-def test_without_weights_all_documents_are_packed_together_and_counted_by_source():
-    config = test_loader.settings_of()
-    data = data_of([[10] * 30, [5] * 30], config)
-    steps = steps_of(data, config, epochs=1)
-    assert np.sum([counts.tokens_per_source for _, counts in steps], axis=0).tolist() == [300, 150]
 
 
 def test_a_source_of_which_nothing_is_left_is_no_part_of_a_mixture():
@@ -118,10 +104,10 @@ LONG = [40, 5, 33, 32, 100]
         (
             "split",
             LONG,
-            {"num_split": 3, "num_segments_without_loss": 1, "num_tokens_without_loss": 1},
+            {"num_long": 3, "num_tokens_without_loss": 1},
         ),
-        ("truncate", [32, 5, 32, 32, 32], {"num_truncated": 3, "num_tokens_truncated": 77}),
-        ("drop", [5, 32], {"num_dropped": 3, "num_tokens_dropped": 173}),
+        ("truncate", [32, 5, 32, 32, 32], {"num_long": 3, "num_tokens_cut": 77}),
+        ("drop", [5, 32], {"num_long": 3, "num_tokens_cut": 173}),
     ],
 )
 def test_long_documents_are_counted_by_their_treatment(what, lengths, counts):
@@ -159,7 +145,7 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
     tokens = [random.integers(1, 1000, length) for length in [*lengths_of(60, 150), 1, 2, 64, 65]]
     labels = [np.where(random.random(len(ids)) < 0.03, ids, -100) for ids in tokens]
     expected = []
-    counts = {"num_without_loss": 0, "num_segments_without_loss": 0, "num_tokens_without_loss": 0}
+    counts = {"num_without_loss": 0, "num_tokens_without_loss": 0}
     for record, document in enumerate(labels):
         used = len(document)
         if what == "truncate":
@@ -174,14 +160,12 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
                 kept.append((record, offset, length))
             else:
                 counts["num_tokens_without_loss"] += length
-                counts["num_segments_without_loss"] += 1
         if not kept:
             counts["num_without_loss"] += 1
-            counts["num_segments_without_loss"] -= -(-used // row_tokens)
         expected += kept
     columns = {"tokens": tokens, "labels": labels, "place": list("x" * len(tokens))}
     documents = Documents(
-        [datasets.Dataset.from_dict(columns)],
+        [store.from_columns(columns)],
         source_names=["a"],
         row_tokens=row_tokens,
         long_documents=what,
@@ -212,7 +196,7 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
 @pytest.mark.parametrize("what", ["truncate", "drop"])
 def test_data_that_loses_its_labels_to_short_rows_names_row_tokens(what):
     columns = {"tokens": [[1] * 50, [1] * 40], "labels": [[-100] * 40 + [1] * 10, [-100] * 40]}
-    chats = datasets.Dataset.from_dict(columns)
+    chats = store.from_columns(columns)
     with assert_refused(f"data.long_documents = {what}", "32", "data.row_tokens", "50"):
         Documents([chats], row_tokens=32, long_documents=what)
     assert Documents([chats], row_tokens=50, long_documents=what).num_loss_tokens == 10
@@ -236,7 +220,7 @@ def test_a_long_document_may_be_an_error():
     with pytest.raises(UserError) as raised:
         Documents([tokenized(LONG)], row_tokens=32, long_documents="error")
     (lines,) = raised.value.problems
-    assert_names(lines, "a.jsonl, line 1", "40", "32", "2", start="data.long_documents = error: ")
+    assert_names(lines, "a.jsonl, line 1", "40", "32", "3", start="data.long_documents = error: ")
     assert_names(lines, "split", "truncate", "drop", "data.row_tokens", "100")
 
 
@@ -266,25 +250,19 @@ def _dealt_unsorted(data, first):
     return work.max(1).sum() / work.mean(1).sum()
 
 
-def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
-    for mesh, slots in (((1, 8, 1), 16), ((1, 2, 4), 4)):
-        config = test_loader.settings_of(rows_per_step=16, rows_per_microbatch=2)
-        (given, _), *_ = steps_of(data_of([[8] * 200], config), config, mesh, epochs=1)
-        assert given.tokens_BL.shape[1] == slots
-
-
 def test_every_count_is_printed_before_the_first_step():
     config = test_loader.settings_of(row_tokens=64, rows_per_step=2)
-    data = data_of([[10, 70, 0, 3], [5]], config)
-    lines = dataset.describe_data(
-        data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
-    )
-    counts, not_as_they_are, a, b = (line for _, line in lines)
-    assert numbers(counts) == [4, 5, 88, 84, 2, 68.75]
-    assert numbers(not_as_they_are) == [1, 1]
-    assert_names(not_as_they_are, "split", "empty")
-    assert (numbers(a), numbers(b)) == ([3, 83], [1, 5])
-    assert (a[0], b[0]) == ("a", "b")
+    bad = {"tokens": [[]] * 2, "place": ["line 1", "line 2"], "problem": ["x", "y"]}
+    sets = [tokenized([10, 70, 0, 3]), tokenized([5]), store.from_columns(bad)]
+    documents = Documents(sets, source_names=["a", "b", "c"], row_tokens=64)
+    data = test_loader.pack(documents, config, digests=["x"] * 3)
+    schedule = data.make_schedule(config.batch.rows_per_step, epochs=1)
+    counts, exclusions, skipped, *lines = dataset.describe_data(data, config.data, schedule)
+    assert numbers(counts[1]) == [4, 5, 88, 84, 2, 68.75]
+    assert numbers(exclusions[1]) == [1, 2, 1]
+    assert_names(exclusions[1], "split", "empty", "skipped")
+    assert skipped == ("skipped", "line 1: x")
+    assert [numbers(line) for _, line in lines] == [[3, 83], [1, 5], [0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -401,32 +379,6 @@ def test_a_limit_that_leaves_rows_empty_is_printed_with_one_that_fills_them():
     )
 
 
-def test_a_limit_is_suggested_if_all_documents_fit_into_one_row():
-    config = test_loader.settings_of(row_tokens=4096, max_segments=8)
-    data = data_of([[5] * 60], config)
-    (lines,) = notes_of(data, config)
-    assert_names(lines, "data.max_segments_per_row=64")
-    assert "data.row_tokens=" not in lines
-
-
-def test_skipped_records_are_named(tmp_path):
-    lines = ['{"input_ids": [1, 2, 3]}', *["{}"] * 5]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    config = test_loader.settings_of(on_bad_record="skip")
-    source = make_source(source=str(tmp_path / "a.jsonl"), format="tokens")
-    read = sources.read(source, data=config.data)
-    new_tokenizer = tokenize.tokenize_dataset(read, tokenizer=None, vocab_size=9)
-    documents = Documents([new_tokenizer.dataset], source_names=["a"], row_tokens=32)
-    data = test_loader.pack(documents, config, digests=[new_tokenizer.stats.digest])
-    actual = dataset.describe_data(
-        data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
-    )
-    assert [5.0] in [numbers(words) for word, words in actual if word == ""]
-    named = [words for word, words in actual if word == "skipped"]
-    for words, line in zip(named, (2, 3, 4), strict=True):
-        assert_names(words, "input_ids", start=f"{tmp_path}/a.jsonl, line {line}: ")
-
-
 def test_changes_of_the_data_are_named():
     config = test_loader.settings_of()
     data = data_of([[3, 4], [5]], config)
@@ -472,3 +424,94 @@ def test_the_imbalance_of_a_ring_is_that_of_its_steps():
     # A document of 24 and one of 8 tokens, the longer first: chunks 0 to 2 are of one document.
     # Own keys: 64 + 64 and 64 + 64 + 2 * 64; others': 0 and 2 * (64 + 64)
     assert counts.imbalance == pytest.approx((256 + 256) / (192 + 128))
+
+
+LENGTHS = [2 + number % 7 for number in range(1000)]
+
+
+def choose(lengths=LENGTHS, *, fraction=0.2, seed=0, name="a"):
+    tokenized = [test_dataset.tokenized(lengths)]
+    return select_records(tokenized, source_names=[name], fraction=fraction, seed=seed)[0]
+
+
+def test_the_choice_depends_on_seed_name_and_index_only():
+    chosen = choose()
+    assert chosen.sum() == 200
+    assert np.flatnonzero(chosen)[:6].tolist() == [25, 27, 32, 35, 37, 39], (
+        "with every version of NumPy"
+    )
+    assert np.array_equal(choose([9] * 1000), chosen), "not the lengths"
+    for other in (choose(seed=1), choose(name="b")):
+        assert 0.1 < np.mean(other & chosen) / np.mean(chosen) < 0.3, "independent"
+    assert not np.any(chosen & ~choose(fraction=0.3)), "a larger fraction contains the smaller"
+
+
+def test_every_document_is_trained_on_or_held_out():
+    problems = ["bad" if number % 100 == 5 else None for number in range(1000)]
+    lengths = [0 if problem else length for problem, length in zip(problems, LENGTHS, strict=True)]
+    lengths[1] = 0
+    tokenized = test_dataset.tokenized(lengths, problem=problems)
+    chosen = select_records([tokenized], source_names=["a"], fraction=0.2, seed=0)
+    parts = [
+        Documents(
+            [tokenized], source_names=["a"], held_out=chosen, use_held_out=which, row_tokens=7
+        )
+        for which in (False, True)
+    ]
+    places = [
+        {parts[k].find_origin(document)["location"] for document in range(len(parts[k].lengths))}
+        for k in (0, 1)
+    ]
+    assert not places[0] & places[1]
+    assert len(places[0] | places[1]) == np.count_nonzero(lengths)
+    assert sum(int(part.lengths.sum()) for part in parts) == sum(lengths)
+    (train,) = parts[0].sources
+    (held,) = parts[1].sources
+    assert train.num_held_out == held.num_documents
+    assert (train.num_skipped, train.num_empty, held.num_skipped, held.num_empty) == (10, 1, 0, 0)
+    assert train.num_long + held.num_long == sum(length > 7 for length in lengths)
+    assert numbers(dataset.describe_exclusions(parts[0]))[0] == held.num_documents
+    assert held.num_held_out == 0
+
+
+def test_another_fraction_is_a_change_of_the_data():
+    documents = Documents([test_dataset.tokenized(LENGTHS)], source_names=["a"], row_tokens=64)
+    packing = test_loader.settings_of().step.packing
+    data = dataset.pack_documents("train", documents, **packing, digests=["same"])
+    before, now = (
+        data.fingerprint(test_loader.settings_of(eval_fraction=fraction).data, seed=0)
+        for fraction in (None, 0.1)
+    )
+    assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, was null"]
+    assert dataset.describe_changes(before, before) == []
+    assert digest_split("x", choose(), is_held_out=False) != digest_split(
+        "x", choose(name="b"), is_held_out=False
+    )
+    nothing = np.zeros(9, bool)
+    assert digest_split("x", nothing, is_held_out=False) == "x"
+    assert digest_split("x", nothing, is_held_out=True) != "x"
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "expected"), [(5, 0.02, 1), (5, 0.2, 1), (200, 0.05, 10), (30, 0.1, 3)]
+)
+def test_few_documents_are_divided_exactly(count, fraction, expected):
+    assert choose([5] * count, fraction=fraction).sum() == expected
+
+
+@pytest.mark.parametrize(("count", "fraction"), [(20, 0.9999), (2, 0.9999), (2, 0.6)])
+def test_a_fraction_that_leaves_no_document_is_refused_with_one_that_works(count, fraction):
+    with pytest.raises(
+        UserError,
+        match=rf"data\.eval_fraction = {fraction:g}: .*data\.train.* {count}\b",
+    ) as caught:
+        choose([5] * count, fraction=fraction)
+    suggestion = float(re.search(r"data\.eval_fraction=(\d[\d.e-]*\d)", str(caught.value))[1])
+    assert 0 < choose([5] * count, fraction=suggestion).sum() < count
+
+
+def test_one_document_cannot_be_divided():
+    with pytest.raises(UserError) as caught:
+        choose([5, 0, 0], fraction=0.5)
+    assert_names(caught.value, "data.eval", start="data.eval_fraction = 0.5: ")
+    assert "data.eval_fraction=" not in str(caught.value)

@@ -2,15 +2,17 @@
 
 import json
 import math
+import random
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data import file_types as files
 from jaxsp.data.data_config import FORMAT, DataConfig
+from jaxsp.data.source import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from tests.data import source_configs
 from tests.data.source_configs import make_source
 from tests.messages import assert_names, assert_refused
@@ -30,7 +32,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 def kept(record, format="messages", **fields):
     source = make_source(source="x", format=format, **fields)
-    return json.loads(source.convert(record, has_labels=False)["record"])
+    return json.loads(source.convert(record)["record"])
 
 
 def problem(record, format="messages", **fields):
@@ -93,34 +95,6 @@ def test_arguments_of_a_call_may_be_a_string_of_json():
         {"function": {"name": "h", "arguments": {}}},
         {"function": {"name": "i", "arguments": {}}},
         {"type": "custom"},
-    ]
-
-
-def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
-    records = [
-        {
-            "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}],
-            "tools": [TOOL],
-            "chat_template_kwargs": {"a": 1},
-        },
-        {
-            "messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT],
-            "chat_template_kwargs": {"b": 2},
-        },
-    ]
-    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
-    columns = make_source(source="x", format="messages").select_columns
-    table = [record for _, record, _ in files.read_file(str(tmp_path / "a.parquet"), columns)]
-    assert [kept(record) for record in table] == [
-        {
-            "messages": [USER, {"role": "assistant", "tool_calls": [CALLED]}],
-            "tools": [TOOL],
-            "chat_template_kwargs": {"a": 1},
-        },
-        {
-            "messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT],
-            "chat_template_kwargs": {"b": 2},
-        },
     ]
 
 
@@ -187,13 +161,6 @@ def test_conversations_and_tools_may_be_strings_of_json():
     }
 
 
-def test_text_parts_are_joined():
-    parts = [{"type": "text", "text": "a\n"}, {"type": "text", "text": "b", "image": None}]
-    assert kept({"messages": [{"role": "user", "content": parts}]})["messages"] == [
-        {"role": "user", "content": "a\nb"}
-    ]
-
-
 def test_prompt_and_completion_are_both_text_or_both_messages():
     for prompt, completion in (("a", "b"), ([USER], [ASSISTANT]), ("", "b")):
         record = {"prompt": prompt, "completion": completion}
@@ -217,38 +184,13 @@ def test_a_problem_names_the_fields_of_the_record(record, parts):
     assert_names(problem(record), *parts)
 
 
-def test_an_unused_field_may_have_any_value():
-    assert kept({"messages": [USER], "score": math.nan, "when": b"x", "text": "\ud800"}) == {
-        "messages": [USER]
-    }
-
-
 def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
     source = make_source(source="x", format="tokens")
     for ids in ([1, 2], "[1, 2]", np.array([1, 2], np.int64), np.array([1, 2], np.uint8)):
         record = {"input_ids": ids, "labels": "[-100, 2]"}
-        actual = source.convert(record, has_labels=True)
+        actual = source.convert(record)
         assert (actual["input_ids"].tolist(), actual["labels"].tolist()) == ([1, 2], [-100, 2])
         assert actual["input_ids"].dtype == actual["labels"].dtype == np.int32
-
-
-def test_columns_have_the_names_in_fields():
-    source = make_source(
-        source="x",
-        format="prompt_completion",
-        fields={"prompt": "q", "tools": "functions", "role": "who"},
-    )
-    names = ["q", "completion", "functions", "chat_template_kwargs", "system", "history", "images"]
-    assert source.known_columns() >= {*names}
-    assert source.select_columns([*names, "url"]) == names
-    assert source.select_columns(["prompt", "completion"]) == []
-
-
-def test_a_prompt_without_completion_is_a_problem_that_names_completion(tmp_path):
-    parquet.write_table(pa.table({"prompt": ["x"], "answer": ["y"]}), tmp_path / "a.parquet")
-    columns = make_source(source="x", format="prompt_completion").select_columns
-    ((_, record, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
-    assert_names(problem(record, "prompt_completion"), "completion", "answer, prompt")
 
 
 NO_LOSS = [
@@ -353,7 +295,7 @@ RECORDS = {
 def checked(record, format, **fields):
     """Returns the content that is stored of a record of any format."""
     source = make_source(source="x", format=format, **fields)
-    content = source.convert(record, has_labels=False)
+    content = source.convert(record)
     return next(iter(content.values()))
 
 
@@ -393,48 +335,6 @@ def test_text_that_nothing_reads_is_refused_by_name_in_every_format(format):
     assert np.array_equal(checked(record | metadata, format), expected)
 
 
-def test_the_suggestion_for_unread_text_reads_it():
-    sharegpt = {"from": "human", "value": "hi"}
-    answers = {"chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}
-    sharegpt_names = {"role": "from", "content": "value"}
-    roles = {"human": "user", "gpt": "assistant"}
-    for record, format, before, fields, prompt in (
-        ({"query": "Why so?"} | ANSWERS, "preference", {}, {"prompt": "query"}, "Why so?"),
-        (
-            {"system": "Be brief.", "query": "Why so?"} | ANSWERS,
-            "preference",
-            {},
-            {"prompt": ["system", "query"]},
-            "Be brief.\nWhy so?",
-        ),
-        (
-            {"task_text": "Say why.", "facts": "It rains.", "answer": "x", "good": 1},
-            "unpaired",
-            {"prompt": "task_text", "completion": "answer", "label": "good"},
-            {"prompt": ["task_text", "facts"]},
-            "Say why.\nIt rains.",
-        ),
-        (
-            {"turns": [sharegpt]} | answers,
-            "preference",
-            sharegpt_names,
-            {"prompt": "turns"},
-            [USER],
-        ),
-    ):
-        with pytest.raises(UserError) as raised:
-            checked(record, format, fields=before, roles=roles)
-        for name, columns in fields.items():
-            shown = columns if isinstance(columns, str) else f"[{', '.join(columns)}]"
-            assert f"{name}: {shown}" in str(raised.value)
-        content = json.loads(checked(record, format, fields=before | fields, roles=roles))
-        assert content["prompt"] == prompt
-    for format in ("messages", "tokens"):
-        with pytest.raises(UserError) as raised:
-            checked(RECORDS[format] | {"query": "Why so?"}, format)
-        assert "fields: {" not in str(raised.value)
-
-
 def test_a_text_that_the_conversation_has_too_may_be_in_another_field():
     talk = {"messages": [USER | {"content": "Why so?"}, ASSISTANT]}
     assert kept(talk | {"prompt": "Why so?"}) == talk
@@ -463,31 +363,22 @@ def test_texts_of_several_fields_are_joined_with_a_line_break():
 
 @pytest.mark.usefixtures("own_cache")
 def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path):
-    def read(row, **fields):
-        parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-        source = make_source(source="a.parquet", **fields)
-        data = DataConfig(train=(source,), row_tokens=8)
-        (entry,) = source_configs.read(source, data=data)
-        return json.loads(entry["record"])
-
-    alpaca = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5]}
-    joined = {"prompt": "a\nc", "completion": "b"}
-    assert read(alpaca, format="prompt_completion") == joined
-    with assert_refused("query", "fields: {prompt: query}"):
-        read(ANSWERS | {"query": "Why so?"}, format="preference")
-    with assert_refused("b", "prompt", start="fields: "):
-        read(ANSWERS | {"a": "x"}, format="preference", fields={"prompt": ["a", "b"]})
-    columns = make_source(source="x", format="prompt_completion").select_columns
-    names = ["instruction", "prompt_id", "output", "query"]
-    assert columns(names) == ["instruction", "output", "query"]
+    row = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5], "the_id": "x y"}
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    source = make_source(source="a.parquet", format="prompt_completion")
+    data = DataConfig(train=(source,), row_tokens=8)
+    (entry,) = source_configs.read(source, data=data)
+    assert json.loads(entry["record"]) == {"prompt": "a\nc", "completion": "b"}
+    names = ["prompt_id", "query", *row]
+    assert source.select_columns(names) == ["query", *[*row][:-1]]
 
 
 IDS = {"input_ids": [10, 11, 12, 13]}
 
 
-def checked_tokens(record, has_labels=True, **fields):
+def checked_tokens(record, **fields):
     source = make_source(source="x", format="tokens", **fields)
-    actual = source.convert(IDS | record, has_labels=has_labels)
+    actual = source.convert(IDS | record)
     return {name: ids.tolist() for name, ids in actual.items()}
 
 
@@ -500,18 +391,6 @@ def test_a_mask_of_tokens_limits_their_loss(name):
     for mask in ([0, 1], [0, 0, 1, 2], [[0, 0, 1, 1]]):
         with pytest.raises(UserError, match=f"{name}.* 4 "):
             checked_tokens({name: mask})
-    with pytest.raises(UserError, match=f"{name}.*first record"):
-        checked_tokens({name: [0, 0, 1, 1]}, has_labels=False)
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_the_first_record_decides_whether_a_source_has_labels(tmp_path):
-    columns = {"input_ids": [[1, 2], [3, 4]], "completion_mask": [[0, 1], [1, 1]]}
-    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
-    source = make_source(source=str(tmp_path / "a.parquet"), format="tokens")
-    data = DataConfig(train=(source,), row_tokens=8)
-    read = source_configs.read(source, data=data)
-    assert read["labels"] == [[-100, 2], [3, 4]]
 
 
 def test_padding_at_either_end_of_tokens_is_dropped():
@@ -526,7 +405,7 @@ def test_padding_at_either_end_of_tokens_is_dropped():
         labels = [10, 11, -100, 13][content]
         assert checked_tokens(padded) == {"input_ids": expected, "labels": labels}
     left = {"attention_mask": [0, 0, 1, 1], "position_ids": [1, 1, 0, 1], "seq_lengths": [2]}
-    assert checked_tokens(left, has_labels=False) == {"input_ids": [12, 13]}
+    assert checked_tokens(left) == {"input_ids": [12, 13]}
 
 
 @pytest.mark.parametrize(
@@ -543,6 +422,202 @@ def test_padding_at_either_end_of_tokens_is_dropped():
 )
 def test_tokens_of_several_documents_are_refused(fields):
     with pytest.raises(UserError, match=next(iter(fields))):
-        checked_tokens(fields, has_labels=False)
-    ignored = checked_tokens(fields, has_labels=False, ignore_fields=tuple(fields))
+        checked_tokens(fields)
+    ignored = checked_tokens(fields, ignore_fields=tuple(fields))
     assert ignored == IDS
+
+
+GOOD = ASSISTANT
+REJECTED = {"role": "assistant", "content": "no"}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+FEEDBACK = {"prompt": "q", "completion": "a", "label": True}
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def checked_pair(record, format="preference", **fields):
+    """Returns the content of a record, and its values by column."""
+    source = make_source(source="x", format=format, **fields)
+    entry = source.convert(record)
+    return json.loads(entry.pop("record")), entry
+
+
+def kept_pair(record, format="preference", **fields):
+    return checked_pair(record, format, **fields)[0]
+
+
+def fault(record, format="preference", **fields):
+    with pytest.raises(UserError) as raised:
+        kept_pair(record, format, **fields)
+    return str(raised.value)
+
+
+def read(path, format="unpaired", **fields):
+    source = make_source(source=path.name, format=format, **fields)
+    data = DataConfig(train=(source,), row_tokens=8, on_bad_record="skip")
+    with at("data.train.0.source", path.name):
+        return source_configs.read(source, data=data)
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_preferences_are_text_or_messages_and_may_have_tools_and_a_system_message():
+    assert kept_pair(PAIR | {"other": 1}) == PAIR
+    talk = {"prompt": [USER], "chosen": [GOOD], "rejected": [REJECTED]}
+    extras = {"tools": [FUNCTION], "chat_template_kwargs": {"a": 1}}
+    assert kept_pair(talk | extras) == talk | extras
+    system = {"role": "system", "content": "s"}
+    implicit = {"chosen": [USER, GOOD], "rejected": [USER, REJECTED], "system": "s"}
+    for record in (talk | {"system": "s"}, implicit):
+        assert kept_pair(record) == talk | {"prompt": [system, USER]}
+    assert_names(fault(PAIR | {"system": "s"}), "system", "prompt", "ignore_fields")
+    renamed = {"question": "q", "response_j": "a", "response_k": "b"}
+    fields = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+    assert kept_pair(renamed, fields=fields) == PAIR
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_an_implicit_prompt_is_extracted_as_in_trl(kind):
+    data_utils = pytest.importorskip("trl.data_utils", reason="needs trl")
+    draw = random.Random(0)
+    parts = ["a", " ", "b", "  "] if kind == "text" else [USER, GOOD, REJECTED]
+    num_compared = 0
+    for _ in range(300):
+        pair = {}
+        for name in ("chosen", "rejected"):
+            items = draw.choices(parts, k=draw.randint(2, 5))
+            pair[name] = "".join(items) if kind == "text" else items
+        if pair["chosen"] == pair["rejected"]:
+            continue
+        if pair["chosen"][0] != pair["rejected"][0]:  # TRL then reads the last character
+            continue
+        assert kept_pair(pair) == data_utils.extract_prompt(pair)
+        num_compared += 1
+    assert num_compared > 50
+
+
+def test_an_empty_prompt_is_a_prompt_and_an_ignored_one_is_not():
+    record = {"prompt": "", "chosen": "same a", "rejected": "same b"}
+    assert kept_pair(record) == record
+    extracted = {"prompt": "same", "chosen": " a", "rejected": " b"}
+    assert kept_pair(record, ignore_fields=("prompt",)) == extracted
+    both = {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, REJECTED]}
+    assert_names(fault(both), "prompt", "string", "ignore_fields: [prompt]")
+    twice = both | {"prompt": [USER]}
+    assert_names(fault(twice), "twice", "ignore_fields: [prompt]")
+    for record in (both, twice):
+        actual = kept_pair(record, ignore_fields=("prompt",))
+        assert actual == {"prompt": [USER], "chosen": [GOOD], "rejected": [REJECTED]}
+    make_source(source="x", format="preference", ignore_fields=("prompt", "margin"))
+
+
+def test_log_probabilities_of_the_reference_are_numbers_or_missing():
+    names = ("ref_chosen_logps", "ref_rejected_logps")
+    columns = [FIRST_REFERENCE, SECOND_REFERENCE]
+    for values in ((-1.5, -2), ("-1.5", "-2"), (None, None), ("", "")):
+        _, entry = checked_pair(PAIR | dict(zip(names, values, strict=True)))
+        assert list(entry) == columns
+        expected = [-1.5, -2.0] if values[0] else [math.nan, math.nan]
+        assert list(entry.values()) == pytest.approx(expected, nan_ok=True)
+    _, entry = checked_pair(PAIR | {names[0]: "x"}, ignore_fields=names)
+    assert all(map(math.isnan, entry.values()))
+    for value in (math.nan, math.inf, True, "x", [1.0]):
+        message = fault(PAIR | {names[0]: -1.0, names[1]: value})
+        assert_names(message, names[1], "finite number")
+    for given, missing in (names, names[::-1]):
+        assert_names(fault(PAIR | {given: -1.0}), missing, start=f"has {given}")
+
+
+def test_one_message_is_a_list_of_one():
+    talk = {"prompt": [USER], "chosen": GOOD, "rejected": REJECTED}
+    assert kept_pair(talk) == {"prompt": [USER], "chosen": [GOOD], "rejected": [REJECTED]}
+    feedback = {"prompt": USER, "completion": REJECTED, "label": False}
+    assert kept_pair(feedback, "unpaired") == {"prompt": [USER], "completion": [REJECTED]}
+
+
+def test_preferences_of_openai_are_read():
+    answers = {"preferred_output": [GOOD], "non_preferred_output": [REJECTED]}
+    record = {"input": {"messages": [USER], "tools": [FUNCTION], "parallel_tool_calls": True}}
+    expected = {"prompt": [USER], "chosen": [GOOD], "rejected": [REJECTED]}
+    assert kept_pair(record | answers) == expected | {"tools": [FUNCTION]}
+    assert kept_pair({"input": json.dumps({"messages": [USER]})} | answers) == expected
+    assert_names(fault({"input": "hi"} | answers), "input", "JSON")
+
+
+@pytest.mark.parametrize("format", ["messages", "prompt_completion", "unpaired"])
+def test_preferences_read_as_another_format_are_recognized(format):
+    assert_names(fault(PAIR, format), "format: preference")
+
+
+def test_unpaired_records_read_as_another_format_are_recognized():
+    assert_names(fault(FEEDBACK, "messages"), "format: unpaired")
+    assert kept_pair(FEEDBACK, "prompt_completion") == {"prompt": "q", "completion": "a"}
+
+
+def test_a_label_is_true_or_false_also_as_number_and_text():
+    for values, expected in (
+        ((True, 1, 1.0, "true", "True", "1"), True),
+        ((False, 0, 0.0, "false", "FALSE", "0"), False),
+    ):
+        for value in values:
+            content, entry = checked_pair(FEEDBACK | {"label": value}, "unpaired")
+            assert content == {"prompt": "q", "completion": "a"}
+            assert entry == {IS_DESIRABLE: expected}
+    for value in ("good", 2, -1, "", [True], math.nan):
+        assert_names(fault(FEEDBACK | {"label": value}, "unpaired"), "label", "true", "false")
+
+
+@pytest.mark.parametrize("num_records", [2, 3, 20])
+def test_a_record_has_the_completion_of_the_next_usable_one_and_the_last_that_of_the_first(
+    tmp_path, num_records
+):
+    draw = random.Random(num_records)
+    usable = [
+        {"prompt": f"q{number}", "completion": f"a{number}", "label": number % 2}
+        for number in range(num_records)
+    ]
+    records = [
+        each for record in usable for each in (*[{"prompt": "bad"}] * draw.randint(0, 2), record)
+    ]
+    records += [{"prompt": "bad"}] * 2
+    write(tmp_path / "a.jsonl", *records)
+    entries = list(read(tmp_path / "a.jsonl"))
+    assert [entry["place"] for entry in entries] == [
+        f"a.jsonl, line {number}" for number in range(1, len(records) + 1)
+    ]
+    good = [json.loads(entry["record"]) for entry in entries if entry["problem"] is None]
+    assert [record["completion"] for record in good] == [record["completion"] for record in usable]
+    rotated = [record["completion"] for record in usable[1:] + usable[:1]]
+    assert [record["mismatched_completion"] for record in good] == rotated
+
+
+def test_one_record_or_a_mixture_of_text_and_messages_has_no_mismatched_completions(tmp_path):
+    bad = {"prompt": "q"}
+    write(tmp_path / "one.jsonl", bad, FEEDBACK, bad)
+    with assert_refused("line 2", "two", start="data.train.0.source = one.jsonl: "):
+        read(tmp_path / "one.jsonl")
+    talk = {"prompt": [USER], "completion": [GOOD], "label": False}
+    write(tmp_path / "mixed.jsonl", FEEDBACK, bad, talk, talk)
+    with pytest.raises(UserError) as raised:
+        read(tmp_path / "mixed.jsonl")
+    parts = ("line 1", "line 3", "text", "messages", "two sources")
+    assert_names(raised.value, *parts, start="data.train.0.source = mixed.jsonl: ")
+
+
+def test_csv_has_labels_and_log_probabilities_as_text(tmp_path):
+    lines = ["prompt,completion,label", 'q,"a, b",true', "r,c,0"]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    entries = list(read(tmp_path / "a.csv"))
+    assert [entry[IS_DESIRABLE] for entry in entries] == [True, False]
+    assert json.loads(entries[1]["record"])["mismatched_completion"] == "a, b"
+    header = "prompt,chosen,rejected,ref_chosen_logps,ref_rejected_logps"
+    (tmp_path / "b.csv").write_text(f"{header}\nq,a,b,-1,-2.5\nr,c,d,,\n")
+    entries = list(read(tmp_path / "b.csv", "preference"))
+    first, second = ([entry[name] for entry in entries] for name in list(entries[0])[-2:])
+    assert (first[0], second[0]) == (-1.0, -2.5)
+    assert all(map(math.isnan, (first[1], second[1])))

@@ -3,16 +3,14 @@
 import dataclasses
 import threading
 
-import datasets
 import jax
 import numpy as np
 import pytest
 
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
-from jaxsp.data import dataset
-from jaxsp.data import documents as documents_module
-from jaxsp.data.documents import Documents
+from jaxsp.data import dataset, loader, store
+from jaxsp.data.documents import Documents, make_slots
 from jaxsp.data.loader import RowPlacement
 from jaxsp.data.packing import PackedEpochs
 from jaxsp.run import config_file
@@ -42,7 +40,7 @@ def documents_of(lengths, labels=False, row_tokens=32):
     columns = {"tokens": tokens}
     if labels:
         columns["labels"] = [np.where(random.random(len(ids)) < 0.5, ids, -100) for ids in tokens]
-    return Documents([datasets.Dataset.from_dict(columns)], row_tokens=row_tokens)
+    return Documents([store.from_columns(columns)], row_tokens=row_tokens)
 
 
 def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_segments=5, **data):
@@ -113,7 +111,7 @@ def local(array, device):
 def test_devices_share_each_row_along_its_length():
     """The first row of issue 2, and the row after it."""
     documents = Documents(
-        [datasets.Dataset.from_dict({"tokens": [[1, 10, 10, 10, 2, 2], [3, 4, 5, 6, 7, 8]]})]
+        [store.from_columns({"tokens": [[1, 10, 10, 10, 2, 2], [3, 4, 5, 6, 7, 8]]})]
     )
     feed = pipeline_of(documents, mesh=(1, 1, 2), rows_per_step=2, row_tokens=6, epochs=1)
     ((given, _),) = feed.batches()
@@ -174,19 +172,6 @@ def test_rows_are_dealt_to_the_groups_in_turn():
     ]
 
 
-@pytest.mark.parametrize("length", [125, 126, 127, 128])
-def test_a_document_that_almost_fills_its_row(length):
-    documents = documents_of([length], row_tokens=128)
-    feed = pipeline_of(documents, mesh=(1, 1, 4), rows_per_step=1, row_tokens=128, epochs=1)
-    ((given, counts),) = feed.batches()
-    assert np.sum(np.asarray(given.labels_BL) != -100) == length - 1
-    assert np.asarray(given.positions_BL)[0, 0].tolist() == [*range(length)] + [0] * (128 - length)
-    assert (np.asarray(given.lengths_BM)[0, 0].tolist(), counts.segment_lengths.tolist()) == (
-        [length, 0, 0, 0, 0],
-        [length],
-    )
-
-
 def test_a_step_is_the_same_on_every_mesh():
     documents = ragged()
     for rows_per_microbatch in (1, 2):
@@ -244,7 +229,7 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
         ]
         for index, row in enumerate(map(plans.row, order)):
             tokens = documents.read_slice(row, 0, 32)
-            slots = documents.make_slots(row, 5)
+            slots = make_slots(row, 5)
             whole = tokens | slots
             assert np.array_equal(actual[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(actual[total:] == (-100 if name == "labels_BL" else 0))
@@ -288,11 +273,9 @@ class Recorded(Documents):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_token_is_read_once(mesh, monkeypatch):
-    make_slots = documents_module.make_slots
     slots_made = []
     monkeypatch.setattr(
-        row_reader,
-        "make_slots",
+        "jaxsp.data.loader.make_slots",
         lambda row, *others: slots_made.append(row) or make_slots(row, *others),
     )
     documents = Recorded(ragged())
@@ -368,9 +351,7 @@ def test_weights_go_with_their_labels(mesh, layout):
     """A token's weight is its number plus one half, so that every label's weight is known."""
     tokens = [list(range(100 * i, 100 * i + n)) for i, n in enumerate([40, 7, 33, 1, 20, 64])]
     weights = [[token + 0.5 for token in document] for document in tokens]
-    table = datasets.Dataset.from_dict({"tokens": tokens, "weights": weights}).cast_column(
-        "weights", datasets.LargeList(datasets.Value("float32"))
-    )
+    table = store.from_columns({"tokens": tokens, "weights": weights})
     feed = pipeline_of(Documents([table], row_tokens=32), mesh=mesh, layout=layout, epochs=1)
     num_labels = 0
     for given, _ in feed.batches():
@@ -381,3 +362,65 @@ def test_weights_go_with_their_labels(mesh, layout):
         assert np.array_equal(actual, np.where(labels == NO_LABEL, 0, labels + 0.5))
         num_labels += int(np.sum(labels != NO_LABEL))
     assert num_labels == sum(len(document) - 1 for document in tokens)
+
+
+ROWS = {
+    "one document": [(0, 96)],
+    "over chunks and in one, with gaps": [(1, 9), (12, 3), (16, 50), (70, 26)],
+    "one token each": [(token, 1) for token in range(96)],
+    "documents of a chunk": [(6 * chunk, 6) for chunk in range(16)],
+    "none": [],
+}
+LAYOUTS = [
+    Layout(degree=degree, chunks_per_device=chunks)
+    for degree, chunks in ((2, 2), (4, 2), (4, 4), (3, 8), (1, 4))
+]
+
+
+def count(rows, layout):
+    places = np.array([place for row in rows for place in row], np.int32).reshape(-1, 2)
+    row_starts = np.cumsum([0, *map(len, rows)])
+    return loader.count_row_work(
+        places[:, 0],
+        places[:, 1],
+        row_starts,
+        row_tokens=96,
+        layout=layout,
+    )
+
+
+def count_pairs(row, layout):
+    """Twice the pairs before each token, and one more for itself, token by token."""
+    device = layout.place_of_token(96) // (96 // layout.degree)
+    work = np.zeros((layout.degree, layout.degree), int)
+    for start, length in row:
+        for query in range(start, start + length):
+            for key in range(start, query + 1):
+                step = (device[query] - device[key]) % layout.degree
+                work[step, device[query]] += 1 if key == query else 2
+    return work
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_work_is_the_number_of_pairs_of_tokens(layout):
+    work = count(ROWS.values(), layout)
+    for (name, row), row_work in zip(ROWS.items(), work, strict=True):
+        expected = count_pairs(row, layout)
+        if layout.keeps_order:
+            expected = expected.sum(keepdims=True)
+        np.testing.assert_array_equal(row_work, expected, err_msg=name)
+        assert row_work.sum() == sum(length**2 for _, length in row)
+
+
+def test_one_document_is_balanced_and_groups_wait_for_the_slowest():
+    for layout in LAYOUTS:
+        work = count([[(0, 96)]], layout)
+        assert loader.compute_imbalance(work[None], has_ring_steps=True) == pytest.approx(
+            1, abs=0.1
+        )
+    work = np.array([[[[4, 2], [1, 3]], [[1, 1], [1, 1]]]])
+    for has_ring_steps, slowest in ((True, 4 + 3), (False, 5)):
+        imbalance = loader.compute_imbalance(work, has_ring_steps=has_ring_steps)
+        assert imbalance == pytest.approx(slowest / ((5 + 2) / 2))
+    assert loader.compute_imbalance(np.zeros((1, 1, 1, 1)), has_ring_steps=True) == 1
+    assert count([[(0, 3), (5, 4)]], KEPT_ORDER).tolist() == [[[25]]]

@@ -19,7 +19,7 @@ from jaxsp.data.source import (
     SECOND_REFERENCE,
 )
 from tests.data import chats
-from tests.data.source_configs import make_source
+from tests.data.source_configs import make_source, to_columns
 from tests.messages import assert_refused
 
 FIELD = "data.train.0.source"
@@ -54,11 +54,12 @@ def tokenized(records, tokenizer, format="preference", **data):
 
 def ours(records, tokenizer, format="preference", **data):
     """Returns ids and labels of the first and of the second document of each record."""
-    dataset = tokenized(records, tokenizer, format, **data).dataset
+    columns = to_columns(tokenized(records, tokenizer, format, **data))
     results = []
-    for row in dataset:
-        parts = (slice(0, row[FIRST_TOKENS]), slice(row[FIRST_TOKENS], None))
-        results.append([(row["tokens"][part], row["labels"][part]) for part in parts])
+    names = ("tokens", "labels", FIRST_TOKENS)
+    for tokens, labels, first in zip(*(columns[name] for name in names), strict=True):
+        parts = (slice(0, first), slice(first, None))
+        results.append([(tokens[part], labels[part]) for part in parts])
     return results
 
 
@@ -175,26 +176,21 @@ def test_columns_and_statistics_of_records_of_two_documents(tokenizer):
     pairs = text_pairs()[:4]
     pairs[1] |= references
     bad = {"prompt": "q", "chosen": "a"}
-    result = tokenized([*pairs, bad], tokenizer, on_bad_record="skip")
-    dataset = result.dataset
-    assert dataset.column_names == [
-        *("place", "problem", "tokens", "labels", BARE_ANSWERS, FIRST_TOKENS),
-        *(FIRST_REFERENCE, SECOND_REFERENCE),
+    columns = to_columns(tokenized([*pairs, bad], tokenizer, on_bad_record="skip"))
+    assert [*columns] == [
+        *("place", "problem", "num_tokens", BARE_ANSWERS, FIRST_TOKENS),
+        *(FIRST_REFERENCE, SECOND_REFERENCE, "tokens", "labels"),
     ]
-    assert (dataset["tokens"][4], dataset["labels"][4], dataset[FIRST_TOKENS][4]) == ([], [], 0)
-    columns = (dataset[name][:] for name in dataset.column_names[-2:])
-    for values, expected in zip(columns, (-1.25, -3.0), strict=True):
-        assert values[1] == expected
-        assert np.isnan([values[index] for index in (0, 2, 3, 4)]).all()
-    assert result.stats.extreme_ids["tokens"][1][0] == max(map(max, dataset["tokens"][:4]))
+    assert (columns["tokens"][4], columns["labels"][4], columns[FIRST_TOKENS][4]) == ([], [], 0)
+    for name, expected in ((FIRST_REFERENCE, -1.25), (SECOND_REFERENCE, -3.0)):
+        assert columns[name][1] == expected
+        assert np.isnan([columns[name][index] for index in (0, 2, 3, 4)]).all()
     feedback = [
         {"prompt": "q", "completion": "a", "label": "false"},
         {"prompt": "r", "completion": "b", "label": 1},
     ]
-    unpaired = tokenized(feedback, tokenizer, "unpaired").dataset
-    assert unpaired.column_names[-2:] == [FIRST_TOKENS, IS_DESIRABLE]
-    assert unpaired[IS_DESIRABLE][:] == [False, True]
-    assert unpaired.features[FIRST_TOKENS].dtype == "int32"
+    unpaired = to_columns(tokenized(feedback, tokenizer, "unpaired"))
+    assert unpaired[IS_DESIRABLE] == [False, True]
 
 
 def test_a_document_that_cannot_be_rendered_or_has_no_loss_is_named(tokenizer):
@@ -225,5 +221,4 @@ def test_bare_answers_of_both_documents_are_counted(tokenizer):
     final = {"role": "assistant", "content": "y"}
     pair = {"prompt": [user], "chosen": [think, user, final], "rejected": [final]}
     how = {"chat_template": chats.THINKING, "earlier_reasoning": "keep"}
-    dataset = tokenized([pair], tokenizer, **how).dataset
-    assert dataset[BARE_ANSWERS][:] == [1]
+    assert to_columns(tokenized([pair], tokenizer, **how))[BARE_ANSWERS] == [1]

@@ -1,12 +1,13 @@
 """Pairs of documents: both in one row, or in two rows that stay together; used as a whole."""
 
-import datasets
+import functools
+
 import numpy as np
 import pytest
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data import packing
+from jaxsp.data import packing, store
 from jaxsp.data.documents import Documents
 from jaxsp.data.packing import PackedEpochs
 from tests.data import test_loader
@@ -14,7 +15,7 @@ from tests.data import test_loader
 ROW = 32
 
 
-def make_records(lengths, *, prompt=1):
+def make_records(lengths, *, prompt=1, **columns):
     """Records of two documents whose tokens are unique; the first tokens are a prompt."""
     ends = np.cumsum(np.ravel(lengths))
     tokens = [
@@ -22,14 +23,10 @@ def make_records(lengths, *, prompt=1):
     ]
     labels = [np.where(np.arange(len(ids)) < prompt, NO_LABEL, ids) for ids in tokens]
     join = lambda arrays: [np.concatenate(arrays[n : n + 2]) for n in range(0, len(arrays), 2)]
-    return datasets.Dataset.from_dict(
-        {
-            "tokens": join(tokens),
-            "labels": join(labels),
-            "first_tokens": np.int32([first for first, _ in lengths]),
-            "place": [f"line {number}" for number in range(len(lengths))],
-        }
-    )
+    places = [f"line {number}" for number in range(len(lengths))]
+    first_tokens = np.int32([first for first, _ in lengths])
+    columns |= {"tokens": join(tokens), "labels": join(labels)}
+    return store.from_columns(columns | {"place": places, "first_tokens": first_tokens})
 
 
 def draw_lengths(count, most, seed=0):
@@ -123,7 +120,7 @@ def test_a_record_is_left_out_as_a_whole():
     dropped = Documents([records], row_tokens=ROW, long_documents="drop")
     assert dropped.lengths.tolist() == [8, 9, 6, 7], "a document of one token has no loss"
     (counts,) = dropped.sources
-    assert (counts.num_dropped, counts.num_without_loss) == (4, 2)
+    assert (counts.num_long, counts.num_without_loss) == (4, 2)
     truncated = Documents([records], row_tokens=ROW, long_documents="truncate")
     assert truncated.lengths.tolist() == [8, 9, 32, 5, 9, 32, 6, 7]
 
@@ -152,15 +149,6 @@ def test_held_out_records_and_origins_count_records():
     assert origins[3]["location"] == "line 2"
 
 
-def test_labels_and_positions_are_those_of_each_document():
-    documents = Documents([make_records([[5, 4]], prompt=2)], row_tokens=ROW)
-    row = documents.segments
-    part = documents.read_slice(row, 0, 10)
-    assert part["tokens"].tolist() == [*range(9), 0]
-    assert part["labels"].tolist() == [-100, 2, 3, 4, -100, -100, 7, 8, -100, -100]
-    assert part["positions"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0]
-
-
 def test_a_reward_model_scores_the_last_token_of_each_document():
     documents = Documents([make_records([[5, 4]])], row_tokens=ROW, has_scores=True)
     row = documents.segments
@@ -173,16 +161,15 @@ def test_a_reward_model_scores_the_last_token_of_each_document():
 
 
 def test_references_are_given_to_all_records_or_to_none():
-    records = make_records([[5, 4], [3, 3]])
+    make = functools.partial(make_records, [[5, 4], [3, 3]])
     columns = {"first_reference": [-1.0, -3.0], "second_reference": [-2.0, -4.0]}
-    add = lambda records, columns: datasets.Dataset.from_dict(records.to_dict() | columns)
-    assert Documents([add(records, columns)]).references.tolist() == [-1, -2, -3, -4]
+    assert Documents([make(**columns)]).references.tolist() == [-1, -2, -3, -4]
     unknown = {name: [np.nan, np.nan] for name in columns}
-    assert Documents([add(records, unknown)]).references is None
+    assert Documents([make(**unknown)]).references is None
     columns["first_reference"][1] = np.nan
     columns["second_reference"][1] = np.nan
     with pytest.raises(UserError, match="1 of 2 records have ref_chosen_logps"):
-        Documents([add(records, columns)])
+        Documents([make(**columns)])
 
 
 def read_counts(data, settings):

@@ -2,13 +2,14 @@
 
 import json
 import os
+import pathlib
 import time
 
 import datasets
 import pytest
 
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import sources, store
+from jaxsp.data import sources
 from jaxsp.data.data_config import DataConfig
 from tests.data import source_configs
 from tests.data.source_configs import make_source
@@ -102,12 +103,6 @@ REFUSED = [
     ({"a.txt": "x", "a.jsonl": "{}"}, "a.*", "text", ["a.jsonl and a.txt"]),
     ({"a.txt": "x"}, "a.txt", "tokens", ["input_ids", "format: text", ".jsonl"]),
     ({"a.txt.gz": "x"}, "a.txt.gz", "prompt_completion", ["prompt or completion", "format: text"]),
-    ({"a.txt": ""}, "a.txt", "text", ["record", "text"]),
-    ({"a.jsonl": "\n"}, "a.jsonl", "text", ["record", "text"]),
-    ({"a.jsonl": ""}, "a.jsonl", "messages", ["record", "messages"]),
-    ({"a.json": "[]"}, "a.json", "text", ["record", "text"]),
-    ({"a.csv": "text\n"}, "a.csv", "text", ["record", "text"]),
-    ({"a.jsonl": '{"input_ids": []}'}, "a.jsonl", "tokens", ["record", "input_ids"]),
     ({"a.ZIP": "text"}, "a.ZIP", "text", ["a.ZIP", ".zip files", ".jsonl"]),
     ({"a.tar.gz": "text"}, "a.tar.gz", "text", ["a.tar.gz", ".tar.gz files", ".jsonl"]),
     (
@@ -129,15 +124,6 @@ def test_an_unreadable_source_is_an_error_with_a_suggestion(tmp_path, made, sour
     assert_names(problem, *parts)
 
 
-def test_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.TXT").write_text(folder)
-        os.utime(tmp_path / folder / "a.TXT", (1, 1))  # as archives and containers do
-        monkeypatch.chdir(tmp_path / folder)
-        assert read("a.TXT")["text"] == [folder]
-
-
 def write_lines(path, records):
     path.write_text(
         "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
@@ -156,73 +142,14 @@ def write_lines(path, records):
         ("tokens", [{"input_ids": [2147483648]}], ["input_ids", "list", "2,147,483,648"]),
         ("tokens", [{"input_ids": [1, None]}], ["input_ids", "list", "2,147,483,648"]),
         ("tokens", [{"input_ids": [1], "labels": [1]}], ["labels", "first record"]),
+        ("text", ["{"], ["JSON"]),
     ],
 )
 def test_a_bad_record_is_named_with_its_line_and_problem(tmp_path, format, records, parts):
     good = {"text": "x"} if format == "text" else {"input_ids": [1]}
     write_lines(tmp_path / "a.jsonl", [good, "", *records, good])
-    problem, summary = problems("a.jsonl", format)
-    assert_names(problem, *parts, start="a.jsonl, line 3: ")
-    assert numbers(summary) == [1, 3]
-    assert_names(summary, "data.on_bad_record=skip")
-
-
-def test_a_skipped_record_stays_as_an_entry_with_its_problem(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, "{", {"text": ""}, {"text": 3}])
-    records = read("a.jsonl", data=settings(on_bad_record="skip"))
-    assert records["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
-    assert records["text"] == ["x", "", "", ""]
-    assert [bool(problem) for problem in records["problem"]] == [False, True, False, True]
-    assert_names(records["problem"][1], "JSON")
-    assert_names(records["problem"][3], "text", "number", "string")
-
-
-def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
-    write_lines(
-        tmp_path / "a.jsonl", [{"text": "x"}, *[{"text": number} for number in range(7)], "{"]
-    )
-    *named, summary = problems("a.jsonl")
-    places, reasons = zip(*(line.split(": ", 1) for line in named), strict=True)
-    assert places == tuple(f"a.jsonl, line {number}" for number in (2, 3, 4, 5, 6))
-    assert_names(reasons[0], "text", "number", "string")
-    assert set(reasons[1:]) == {reasons[1]} != {reasons[0]}, "the same reason is not repeated"
-    assert numbers(summary)[:3] == [8, 9, 5]
-    assert_names(summary, "data.on_bad_record=skip")
-    lenient = settings(on_bad_record="skip", max_bad_records=8)
-    assert store.find_bad_records(read("a.jsonl", data=lenient), max_examples=1)[0] == 8
-    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
-    assert numbers(summary) == [8, 9, 5, 7, 8]
-    assert_names(summary, "data.max_bad_records")
-
-
-def test_reading_stops_early_if_nearly_every_record_is_bad(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"messages": []}] * 150, "never read"])
-    for data, most in (
-        (settings(), 100),
-        (settings(on_bad_record="skip"), 100),
-        (settings(max_bad_records=120), 120),
-    ):
-        first, second, *_, summary = problems("a.jsonl", data=data)
-        assert_names(first, "text", "format: messages", start="a.jsonl, line 2: ")
-        assert second.startswith("a.jsonl, line 3: ")
-        assert numbers(summary) == [most]
-        assert_names(summary, "data.on_bad_record=skip", "data.max_bad_records")
-    assert len(read("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=151))) == 152
-
-
-def test_a_source_without_usable_records_is_refused_under_skip_too(tmp_path):
-    write_lines(tmp_path / "a.jsonl", ["{", {"text": ""}])
-    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip"))
-    assert numbers(summary) == [1, 2]
-    assert_names(summary, "format", "fields")
-    assert "data.on_bad_record" not in summary, "it is skip already"
-
-
-def test_a_file_is_read_again_with_other_fields(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "x", "body": "y"}])
-    assert read("a.jsonl")["text"] == ["x"]
-    assert read("a.jsonl", fields={"text": "body"})["text"] == ["y"]
-    assert read("a.jsonl")["text"] == ["x"]
+    (problem,) = problems("a.jsonl", format)
+    assert_names(problem, *parts, "data.on_bad_record=skip", start="a.jsonl, line 3: ")
 
 
 @pytest.mark.parametrize("pattern", ["top/**/**/*.txt", "top/*.txt", "top/**/*.txt"])
@@ -262,11 +189,228 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
         )
 
 
-def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path):
-    """`cp -p`, `rsync -t` and tar keep the time."""
+def test_skipped_records_are_entries_and_too_many_are_refused(tmp_path):
+    lines = [{"text": "x"}, "{", {"text": ""}, {"text": 3}]
+    write_lines(tmp_path / "a.jsonl", lines)
+    records = read("a.jsonl", data=settings(on_bad_record="skip"))
+    assert records["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
+    assert records["text"] == ["x", "", "", ""]
+    assert [bool(problem) for problem in records["problem"]] == [False, True, False, True]
+    write_lines(tmp_path / "a.jsonl", lines * 4)
+    few = settings(on_bad_record="skip", max_bad_records=7)
+    *named, summary = problems("a.jsonl", data=few)
+    assert len(named) == 5
+    assert numbers(summary) == [7]
+    assert_names(summary, "data.max_bad_records")
+
+
+def test_the_fingerprint_changes_with_file_and_fields(tmp_path, monkeypatch):
+    """`cp -p`, `rsync -t` and tar keep the time of a file."""
+
+    def fingerprint(**fields):
+        source = make_source(source="a.txt", format="text", **fields)
+        return sources.read(source, data=settings()).fingerprint
+
+    fingerprints = []
     for text in ("AAAA", "BBBB"):
         (tmp_path / "new.txt").write_text(text)
         os.utime(tmp_path / "new.txt", (1, 1))
         (tmp_path / "new.txt").replace(tmp_path / "a.txt")
-        assert read("a.txt")["text"] == [text]
+        fingerprints += [fingerprint(), fingerprint(fields={"text": "body"})]
         time.sleep(0.02)  # file systems count time in steps of some milliseconds
+    assert fingerprint(name="another") == fingerprints[2]
+    assert len(set(map(str, fingerprints))) == 4
+
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+TRAIN, TEST = (
+    datasets.Dataset.from_dict({"text": [f"{name} {row}" for row in range(5)]})
+    for name in ("train", "test")
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_bars(own_cache):
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def fault(source, **fields):
+    with pytest.raises(UserError) as raised:
+        read(source, **fields)
+    (line,) = raised.value.problems
+    return line
+
+
+def test_a_saved_data_set_is_read_in_its_order(tmp_path):
+    TRAIN.save_to_disk("one")
+    records = read("one")
+    assert records["text"] == TRAIN["text"]
+    assert records["place"] == [f"one, row {row}" for row in (1, 2, 3, 4, 5)]
+    TRAIN.select([3, 1]).save_to_disk("two", num_shards=2)
+    assert read("two")["text"] == ["train 3", "train 1"]
+
+
+def test_a_saved_data_set_with_other_data_and_the_same_fingerprint_is_read_again(tmp_path):
+    TRAIN.save_to_disk("one")
+    source = make_source(source="one", format="text")
+    data = DataConfig(train=[source], row_tokens=8)
+    first = sources.read(source, data=data).fingerprint
+    before = json.loads(pathlib.Path("one/state.json").read_text())["_fingerprint"]
+    TEST.save_to_disk("one")
+    state = json.loads(pathlib.Path("one/state.json").read_text())
+    # as `map` leaves it, of a function that reads another file now
+    pathlib.Path("one/state.json").write_text(json.dumps(state | {"_fingerprint": before}))
+    assert sources.read(source, data=data).fingerprint != first
+
+
+def test_a_damaged_saved_data_set_is_refused(tmp_path):
+    datasets.Dataset.from_list([{"text": "a text"}] * 9).save_to_disk("one")
+    (path,) = pathlib.Path("one").glob("*.arrow")
+    path.write_bytes(path.read_bytes().replace(b"a text", b"a \xffext"))
+    assert_names(fault("one"), "broken", "UTF8", "Copy")
+
+
+def test_the_configured_split_is_read_by_default_train(tmp_path):
+    datasets.DatasetDict(train=TRAIN, test=TEST).save_to_disk("both")
+    datasets.DatasetDict(test=TEST).save_to_disk("single")
+    datasets.DatasetDict(a=TRAIN, b=TEST).save_to_disk("other")
+    assert read("both")["text"] == TRAIN["text"]
+    assert (
+        read("both", split="test")["text"]
+        == read("single")["text"]
+        == read("other", split="b")["text"]
+        == TEST["text"]
+    )
+    assert_names(fault("other"), "split", "a or b", start="data.train.0.source = other: ")
+    assert_names(fault("both", split="dev"), "train or test", start="data.train.0.split = dev: ")
+
+
+@pytest.mark.parametrize(
+    ("split", "indices"),
+    [
+        ("train[:2]", [0, 1]),
+        ("train[2:]", [2, 3, 4]),
+        ("train[:50%]", [0, 1]),
+        ("train[50%:]", [2, 3, 4]),
+        ("train[-1:]", [4]),
+        ("train[1:3]+train[4:5]", [1, 2, 4]),
+        ("train[3:100]", [3, 4]),
+    ],
+)
+def test_a_part_of_a_split_is_the_same_for_every_kind_of_source(tmp_path, split, indices):
+    """`datasets` itself is the oracle of the rows: 50% of 5 is 2."""
+    TRAIN.save_to_disk("one")
+    datasets.DatasetDict(train=TRAIN, test=TEST).save_to_disk("both")
+    TRAIN.to_json("file.jsonl")
+    assert datasets.load_dataset("json", data_files="file.jsonl", split=split)["text"] == [
+        TRAIN["text"][row] for row in indices
+    ]
+    for source in ("one", "both", "file.jsonl"):
+        assert read(source, split=split)["text"] == [TRAIN["text"][row] for row in indices], source
+    assert [place.rpartition(" ")[2] for place in read("file.jsonl", split=split)["place"]] == [
+        str(row + 1) for row in indices
+    ]
+    assert read("both", split=split)["place"][0] == f"both ({split}), row 1"
+    assert read("file.jsonl")["text"] == TRAIN["text"], "the whole is cached apart from its parts"
+
+
+@pytest.mark.parametrize(
+    ("split", "parts"),
+    [
+        ("train[:95", ["train[:95%]", "train[100:200]"]),
+        ("train[:200%]", ["train[:95%]", "train[100:200]"]),
+        ("train[7:9]", ["train", "5", "train[:95%]"]),
+        ("train[3:2]", ["record", "train[:95%]"]),
+        ("train[:5%](pct1_dropremainder)", ["rounding on a split with less than 100"]),
+        ("dev[:5]", ["split", "train"]),
+    ],
+)
+def test_an_empty_or_unknown_part_of_a_split_is_refused(tmp_path, split, parts):
+    TRAIN.save_to_disk("one")
+    TRAIN.to_json("file.jsonl")
+    for source in ("one", "file.jsonl"):
+        message = fault(source, split=split)
+        assert_names(message, *parts, start=f"data.train.0.split = {split}: ")
+        assert f"{sources._UNKNOWN_LENGTH:,}" not in message
+
+
+def cached(tmp_path: pathlib.Path, *subsets: str) -> None:
+    """Writes org/name as `datasets` caches it: a folder for each subset, named after the commit."""
+    for subset in subsets:
+        files = {}
+        for split, content in (("train", TRAIN), ("test", TEST)):
+            files[split] = str(tmp_path / f"{split}.parquet")
+            content.to_parquet(files[split])
+        builder = datasets.load_dataset_builder(
+            "parquet", data_files=files, cache_dir=str(tmp_path / "made" / subset)
+        )
+        builder.download_and_prepare()
+        folder = tmp_path / f"cache/org___name/{subset}/0.0.0/{COMMIT}"
+        folder.parent.mkdir(parents=True)
+        result = pathlib.Path(builder.cache_dir).rename(folder)
+        for path in result.glob("parquet-*.arrow"):
+            path.rename(result / path.name.replace("parquet-", "name-"))
+        info = (
+            (result / "dataset_info.json")
+            .read_text()
+            .replace('"dataset_name": "parquet"', '"dataset_name": "name"')
+        )
+        (result / "dataset_info.json").write_text(
+            info.replace('"config_name": "default"', f'"config_name": "{subset}"')
+        )
+
+
+def test_a_file_has_priority_over_a_hub_data_set_with_its_name(tmp_path):
+    cached(tmp_path, "default")
+    assert read("org/name")["text"] == TRAIN["text"]
+    records = read("org/name", split="test[:1]+train[4:]")
+    assert records["text"] == [TEST["text"][0], TRAIN["text"][4]]
+    records = read("org/name", split="test", revision=COMMIT)
+    assert (records["text"], records["place"][0]) == (TEST["text"], "org/name, row 1")
+    assert_names(
+        fault("org/name", split="dev"), "train or test", start="data.train.0.split = dev: "
+    )
+    assert_names(fault("org/name", revision="v2"), COMMIT, start="data.train.0.revision = v2: ")
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org/name").write_text("a file comes first")
+    assert read("org/name")["text"] == ["a file comes first"]
+
+
+def test_a_data_set_with_several_subsets_needs_a_subset(tmp_path):
+    cached(tmp_path, "de", "en")
+    assert_names(fault("org/name"), "subset", "de", "en", start="data.train.0.source = org/name: ")
+    assert read("org/name", subset="en")["text"] == TRAIN["text"]
+    assert_names(fault("org/name", subset="fr"), "de", "en", "subset")
+
+
+def generation_error():
+    error = datasets.exceptions.DatasetGenerationError(
+        "An error occurred while generating the dataset"
+    )
+    error.__cause__ = ValueError("Not a parquet file\n" + "x" * 10_000)
+    return error
+
+
+NOT_FOUND = datasets.exceptions.DatasetNotFoundError
+
+
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [
+        (NOT_FOUND("Dataset 'org/name' is a gated dataset on the Hub."), ["gated", "hf auth"]),
+        (ConnectionError("Couldn't reach 'org/name' on the Hub"), ["no such file", "reach"]),
+        (generation_error(), ["Not a parquet file", "hf download org/name"]),
+        (OSError(28, "No space left on device"), ["No space left on device"]),
+    ],
+)
+def test_a_failure_of_the_hub_is_one_line_with_a_suggestion(monkeypatch, error, parts):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    message = fault("org/name", revision="v2")
+    assert_names(message, *parts, start="data.train.0.source = org/name: ")
+    assert len(message) < 800

@@ -10,7 +10,6 @@ import time
 import types
 from concurrent.futures.process import BrokenProcessPool
 
-import datasets
 import numpy as np
 import pytest
 import tokenizers as library
@@ -19,13 +18,13 @@ import transformers
 from jaxsp.core.errors import UserError, at
 from jaxsp.data import dataset, sources, store, tokenizers
 from jaxsp.data import tokenize as text
-from jaxsp.data.chat import ChatOptions, RenderedRecord
+from jaxsp.data.chat import RenderedRecord
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.documents import Documents
-from jaxsp.data.plain import Text
 from jaxsp.data.tokenizers import TextEncoder
 from jaxsp.run import export_command
 from tests.data import chats
+from tests.data.source_configs import to_columns
 from tests.messages import assert_names, assert_refused
 
 FIELD = "data.train.0.source"
@@ -54,7 +53,7 @@ def tokenize(name, *, format="text", tokenizer=None, vocab_size=100_000, **data)
 
 
 def tokens(*args, **kwargs):
-    return tokenize(*args, **kwargs).dataset["tokens"][:]
+    return to_columns(tokenize(*args, **kwargs))["tokens"]
 
 
 def words_tokenizer(**special):
@@ -139,12 +138,6 @@ def test_rendered_chats_get_no_second_frame():
         assert tokenizer.decode(ids) == f"{text}more<|im_end|>"
 
 
-def test_text_that_spells_an_end_token_of_the_bytes_tokenizer_is_not_an_end():
-    record = RenderedRecord(text="a<eos>\n", is_plain=True)
-    ((ids, _),) = chats.encode([record], tokenizers.make_byte_tokenizer())
-    assert ids.tolist() == [*b"a<eos>\n", 256]
-
-
 def test_a_vocabulary_without_an_unknown_token(tmp_path):
     """Letters of DNA; another letter is refused with its line."""
     backend = library.Tokenizer(library.models.WordLevel({"<e>": 0, "A": 1, "C": 2, "G": 3}))
@@ -155,8 +148,8 @@ def test_a_vocabulary_without_an_unknown_token(tmp_path):
     write(tmp_path / "a.jsonl", {"text": "GAC"}, {"text": "A<e>"})
     assert tokens("a.jsonl", tokenizer=letters) == [[3, 1, 2, 0], [1, 0]]
     write(tmp_path / "b.jsonl", {"prompt": "GA", "completion": "C"})
-    source = tokenize("b.jsonl", format="prompt_completion", tokenizer=letters).dataset
-    assert source["labels"][:] == [[-100, -100, 2, 0]]
+    source = to_columns(tokenize("b.jsonl", format="prompt_completion", tokenizer=letters))
+    assert source["labels"] == [[-100, -100, 2, 0]]
     write(tmp_path / "c.jsonl", {"text": "GAC"}, {"text": "GATC"})
     with pytest.raises(UserError, match=r"c\.jsonl, line 2: .*UNK"):
         tokens("c.jsonl", tokenizer=letters)
@@ -188,9 +181,13 @@ def test_ids_of_text_are_those_of_the_tokenizer(tmp_path):
 
 def test_records_of_tokens_are_unchanged(tmp_path):
     write(tmp_path / "a.jsonl", {"input_ids": [1, 2, 256], "labels": [-100, 2, 256]})
-    actual = tokenize("a.jsonl", format="tokens").dataset
-    assert set(actual.column_names) == {"place", "problem", "tokens", "labels"}
-    assert (actual["tokens"][:], actual["labels"][:]) == ([[1, 2, 256]], [[-100, 2, 256]])
+    assert to_columns(tokenize("a.jsonl", format="tokens")) == {
+        "place": ["a.jsonl, line 1"],
+        "problem": [None],
+        "num_tokens": [3],
+        "tokens": [[1, 2, 256]],
+        "labels": [[-100, 2, 256]],
+    }
 
 
 def test_conversations_and_completions_have_labels_unless_train_on_is_all(tmp_path):
@@ -201,16 +198,13 @@ def test_conversations_and_completions_have_labels_unless_train_on_is_all(tmp_pa
         ("a.jsonl", "messages", "x<|im_end|>\n"),
         ("b.jsonl", "prompt_completion", " x</s>"),
     ):
-        actual = tokenize(
-            name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML
-        ).dataset[0]
-        assert len(actual["labels"]) == len(actual["tokens"])
-        assert tokenizer.decode([label for label in actual["labels"] if label != -100]) == said
-        everything = tokenize(
-            name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML, train_on="all"
-        ).dataset
-        assert set(everything.column_names) == {"place", "problem", "tokens", "bare_answers"}
-        assert everything["tokens"][0] == actual["tokens"]
+        how = {"format": format, "tokenizer": tokenizer, "chat_template": chats.CHATML}
+        actual = to_columns(tokenize(name, **how))
+        assert len(actual["labels"][0]) == len(actual["tokens"][0])
+        assert tokenizer.decode([label for label in actual["labels"][0] if label >= 0]) == said
+        everything = to_columns(tokenize(name, **how, train_on="all"))
+        assert "labels" not in everything
+        assert everything["tokens"] == actual["tokens"]
 
 
 def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
@@ -221,17 +215,16 @@ def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
     with pytest.raises(UserError, match=r"b\.jsonl, line 2: .*Conversation roles must alternate"):
         tokenize("b.jsonl", **how)
     for _ in range(2):  # from the cache too
-        result = tokenize("a.jsonl", **how, on_bad_record="skip")
-        assert [bool(problem) for problem in result.dataset["problem"]] == [
-            False,
-            True,
-            True,
-            False,
-        ]
-        assert [bool(ids) for ids in result.dataset["tokens"]] == [True, False, False, True]
-        assert result.dataset["labels"][1:3] == [[], []]
+        result = to_columns(tokenize("a.jsonl", **how, on_bad_record="skip"))
+        problems = [bool(problem) for problem in result["problem"]]
+        assert problems == [False, True, True, False]
+        assert [bool(ids) for ids in result["tokens"]] == [True, False, False, True]
+        assert result["labels"][1:3] == [[], []]
     with pytest.raises(UserError, match=r"max_bad_records"):
         tokenize("a.jsonl", **how, on_bad_record="skip", max_bad_records=1)
+    write(tmp_path / "a.jsonl", refused, refused)
+    with assert_refused("line 1", "no record contains messages"):
+        tokenize("a.jsonl", **how, on_bad_record="skip")
 
 
 def test_a_killed_process_that_tokenizes_is_an_error_of_its_source(tmp_path, monkeypatch):
@@ -253,7 +246,7 @@ def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
         raise RuntimeError("tokenized again")
 
     monkeypatch.setattr(text, "encode_records", encode)
-    monkeypatch.setattr(cache, "compute_stats", encode)
+
     assert (
         tokens("a.txt")
         == tokens("a.txt", num_workers=3)
@@ -288,9 +281,9 @@ def test_long_and_many_records_are_written_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "_BATCH_SIZE", 100)
     texts = ["x" * (number % 70) + str(number) for number in range(50)]
     write(tmp_path / "a.jsonl", *({"text": words} for words in texts))
-    result = tokenize("a.jsonl").dataset
-    assert result["tokens"][:] == [[*words.encode(), 256] for words in texts]
-    assert result.data.column("tokens").num_chunks > 5
+    result = tokenize("a.jsonl")
+    assert to_columns(result)["tokens"] == [[*words.encode(), 256] for words in texts]
+    assert result.records["place"].num_chunks > 5
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -300,11 +293,11 @@ def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number):
         yield
 
     with pytest.raises(UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"):
-        store.open_or_build(tmp_path / "jaxsp" / "0123.arrow", fail)
+        store.open_or_build(tmp_path / "jaxsp" / "0123", fail)
     number = errno.EISDIR
     with pytest.raises(IsADirectoryError):
-        store.open_or_build(tmp_path / "jaxsp" / "0123.arrow", fail)
-    assert not list(tmp_path.rglob("*.arrow")), "half a file would be taken for a whole one"
+        store.open_or_build(tmp_path / "jaxsp" / "0123", fail)
+    assert not list(tmp_path.rglob("0123/*")), "half a file would be taken for a whole one"
 
 
 def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path, monkeypatch):
@@ -399,69 +392,6 @@ def test_an_export_has_the_variables_as_defaults_of_its_template(tmp_path, is_ow
     assert "sadx" in loaded.apply_chat_template(answer, tokenize=False, mood="sad")
 
 
-def test_records_that_are_all_bad_are_not_to_be_skipped(tmp_path):
-    write(tmp_path / "a.jsonl", *[{"messages": [{"role": "user", "content": "q"}]}] * 3)
-    for action in ("error", "skip"):
-        with pytest.raises(UserError) as raised:
-            tokenize(
-                "a.jsonl",
-                format="messages",
-                tokenizer=chats.tokenizer(),
-                chat_template=chats.CHATML,
-                on_bad_record=action,
-            )
-        assert_names(raised.value, "3 of 3", "line 1", "format")
-        assert "skip" not in str(raised.value)
-
-
-def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_path):
-    chunks = [[[1, 2, 3], [4]], [[5, 6]]]
-
-    def digest(chunks, labels=None):
-        tables = [
-            datasets.Dataset.from_dict({"tokens": chunk}, features=features("tokens"))
-            for chunk in chunks
-        ]
-        result = datasets.concatenate_datasets(tables)
-        if labels is not None:
-            column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
-            result = datasets.concatenate_datasets([result, column], axis=1)
-        return store.compute_stats(result).digest
-
-    def features(name):
-        return datasets.Features({name: datasets.LargeList(datasets.Value("int32"))})
-
-    same = digest(chunks)
-    assert digest([[*chunks[0], *chunks[1]]]) == digest([[[1, 2, 3]], [[4], [5, 6]]]) == same
-    labels = [[-100, 2, 3], [4], [5, 6]]
-    others = [[[[1, 2], [3, 4], [5, 6]]], [[[1, 2, 3], [4], [5, 7]]], [[[4], [1, 2, 3], [5, 6]]]]
-    digests = [
-        same,
-        *map(digest, others),
-        digest(chunks, labels),
-        digest(chunks, [[1, 2, 3], *labels[1:]]),
-    ]
-    assert len(set(digests)) == len(digests)
-    write(tmp_path / "a.jsonl", {"input_ids": [1, 2]}, {"input_ids": [3]})
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/b.jsonl").write_text((tmp_path / "a.jsonl").read_text())
-    assert (
-        tokenize("a.jsonl", format="tokens").stats.digest
-        == tokenize("elsewhere/b.jsonl", format="tokens").stats.digest
-    )
-
-
-def test_the_lowest_and_the_highest_id_have_the_index_of_their_record():
-    features = datasets.Features({"tokens": datasets.LargeList(datasets.Value("int32"))})
-    parts = [
-        datasets.Dataset.from_dict({"tokens": lists}, features=features)
-        for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])
-    ]
-    assert store.compute_stats(datasets.concatenate_datasets(parts)).extreme_ids == {
-        "tokens": [(3, 2), (9, 3)]
-    }
-
-
 @pytest.mark.e2e
 def test_workers_change_no_token(tmp_path):
     """JAX has started threads, so that a fork would warn; there is no progress bar in a log."""
@@ -488,7 +418,7 @@ tokenized = tokenize.tokenize_dataset(
     tokenizer=tokenizers.make_byte_tokenizer(),
     vocab_size=257,
 )
-print([workers, tokenized.stats.digest, tokenized.dataset["tokens"][:]])
+print([workers, tokenized.digest, tokenized.arrays["tokens"].ids.tolist()])
 """
     (tmp_path / "script.py").write_text(program)  # which no worker may run again
     process = subprocess.run(
@@ -502,22 +432,8 @@ print([workers, tokenized.stats.digest, tokenized.dataset["tokens"][:]])
     assert "os.fork" not in process.stderr, process.stderr
     assert "Reading" not in process.stderr, "a progress bar in a log"
     expected = tokenize("a.jsonl")
-    assert eval(process.stdout) == [[2], expected.stats.digest, expected.dataset["tokens"][:]]
-
-
-def test_a_worker_tokenizes_with_its_fraction_of_the_cores(monkeypatch):
-    """Without this variable, the tokenizer's threads of all workers would be too many."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
-    monkeypatch.setattr(text, "_worker_options", None, raising=False)
-    options = ChatOptions(
-        tokenizer=tokenizers.make_byte_tokenizer(), template=None, has_full_loss=True
-    )
-    for threads, expected in ((1, ("false", "1")), (3, ("true", "3"))):
-        text._start_worker(Text(source="x"), options, threads)
-        entry = {"place": "a", "problem": None, "text": "x"}
-        assert text._encode_in_worker([entry])["tokens"].to_pylist() == [[120, 256]]
-        assert (os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"]) == expected
+    ids = expected.arrays["tokens"].ids.tolist()
+    assert eval(process.stdout) == [[2], expected.digest, ids]
 
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
@@ -527,7 +443,7 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path):
         match=r"data\.train\.0\.source = a\.jsonl: .*line 3: .*tokens.* 300\b.*vocab_size.* 255\b",
     ):
         tokenize("a.jsonl", format="tokens", vocab_size=256)
-    assert len(tokenize("a.jsonl", format="tokens", vocab_size=301).dataset) == 3
+    assert len(tokenize("a.jsonl", format="tokens", vocab_size=301).records) == 3
     write(tmp_path / "b.jsonl", {"input_ids": [1, -100], "labels": [1, -100]})
     with pytest.raises(UserError, match=r"b\.jsonl, line 1: .*tokens.* -100\b"):
         tokenize("b.jsonl", format="tokens", vocab_size=256)
@@ -551,12 +467,9 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     (example,) = text.encode_examples(records, **how)
     assert len(list(text.encode_examples(records, **how, num_records=5))) == 2
     place, tokens, labels, _ = example
-    result = text.tokenize_dataset(records, vocab_size=1000, **how).dataset[1]
-    assert (place, tokens.tolist(), labels.tolist()) == (
-        result["place"],
-        result["tokens"],
-        result["labels"],
-    )
+    result = to_columns(text.tokenize_dataset(records, vocab_size=1000, **how))
+    expected = [result[name][1] for name in ("place", "tokens", "labels")]
+    assert [place, tokens.tolist(), labels.tolist()] == expected
     assert np.any(labels != -100)
     strict = sources.read(
         config.train[0], data=config.model_copy(update={"on_bad_record": "error"})
@@ -580,25 +493,16 @@ def test_dates_and_earlier_reasoning_are_parts_of_the_cache_and_counted(tmp_path
         ("keep", "2020-01-02"),
     ):
         result = tokenize("a.jsonl", **how, earlier_reasoning=earlier, chat_template_date=date)
-        assert result.dataset["bare_answers"] == [0, 1, 2]
+        assert to_columns(result)["bare_answers"] == [0, 1, 2]
         results.append(result)
-        counts = Documents([result.dataset], source_names=["a"]).sources
+        counts = Documents([result], source_names=["a"]).sources
         assert [source.num_bare_answers for source in counts] == [3]
         options = asked("a.jsonl", earlier_reasoning=earlier)
         (note,) = dataset.describe_bare_answers(counts, options)
         assert_names(note, "a", "3", f"data.earlier_reasoning={earlier}")
-    assert len({result.stats.digest for result in results}) == 3
-    texts = [how["tokenizer"].decode(result.dataset["tokens"][0]) for result in results]
+    assert len({result.digest for result in results}) == 3
+    texts = [how["tokenizer"].decode(to_columns(result)["tokens"][0]) for result in results]
     assert [text[:5] for text in texts] == ["25 No", "25 No", "02 Ja"]
-
-
-def test_a_date_that_no_template_writes_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    own = chats.tokenizer()
-    own.chat_template = chats.CHATML
-    config = asked("a.txt", chat_template_date="2026-11-25")
-    with assert_refused("strftime_now", start="data.chat_template_date = 2026-11-25: "):
-        text.resolve_options(config.train[0], data=config, tokenizer=own)
 
 
 def test_other_users_may_read_the_cache(tmp_path):
@@ -609,5 +513,5 @@ def test_other_users_may_read_the_cache(tmp_path):
     finally:
         os.umask(before)
     result = [file for file in (tmp_path / "cache" / "jaxsp").rglob("*") if file.is_file()]
-    assert any(file.suffix == ".arrow" for file in result)
+    assert any(file.name == "tokens" for file in result)
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in result if file.suffix != ".lock")

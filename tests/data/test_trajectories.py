@@ -91,7 +91,7 @@ def test_rows_have_the_number_of_each_label(tmp_path):
     records = [RECORD, {"input_ids": [1]}, RECORD | {"advantages": 2}]
     made = tokenized(tmp_path, records)
     numbers = ("advantages", "old_logps")
-    documents = Documents([made.dataset], stats=[made.stats], row_tokens=8, numbers=numbers)
+    documents = Documents([made], row_tokens=8, numbers=numbers)
     row = Segments(document=np.array([1]), offset=np.array([0]), length=np.array([5]))
     part = documents.read_slice(row, 1, 8)
     assert part["labels"].tolist() == [7, -100, 9, *[-100] * 4]
@@ -102,9 +102,7 @@ def test_rows_have_the_number_of_each_label(tmp_path):
 
 
 def test_the_digest_depends_on_the_numbers(tmp_path):
-    digests = {
-        tokenized(tmp_path, [RECORD | {"advantages": value}]).stats.digest for value in (1, 2, 1)
-    }
+    digests = {tokenized(tmp_path, [RECORD | {"advantages": value}]).digest for value in (1, 2, 1)}
     assert len(digests) == 2
 
 
@@ -112,11 +110,11 @@ def test_what_an_objective_needs_is_checked(tmp_path):
     made = tokenized(tmp_path, [RECORD, RECORD | {"advantages": [1, 2]}])
     numbers = {"numbers": ("advantages", "ref_logps"), "row_tokens": 8}
     with pytest.raises(ValueError, match=messages.containing("a.jsonl, line 1", "no ref_logps")):
-        Documents([made.dataset], **numbers)
+        Documents([made], **numbers)
     numbers = {"numbers": ("advantages",), "row_tokens": 8}
-    Documents([made.dataset], **numbers)
+    Documents([made], **numbers)
     with pytest.raises(ValueError, match=messages.containing("a.jsonl, line 2", "advantages")):
-        Documents([made.dataset], equal_numbers=("advantages",), **numbers)
+        Documents([made], equal_numbers=("advantages",), **numbers)
 
 
 @pytest.mark.parametrize("action", ["split", "truncate", "error"])
@@ -125,5 +123,5 @@ def test_trajectories_are_never_cut(action, tmp_path):
     made = tokenized(tmp_path, [RECORD, RECORD | long])
     options = {"row_tokens": 8, "numbers": ("advantages",)}
     with pytest.raises(ValueError, match=f"long_documents = {action}: .*line 2.*Use drop"):
-        Documents([made.dataset], long_documents=action, **options)
-    assert Documents([made.dataset], long_documents="drop", **options).lengths.tolist() == [5]
+        Documents([made], long_documents=action, **options)
+    assert Documents([made], long_documents="drop", **options).lengths.tolist() == [5]

@@ -1,8 +1,6 @@
 """Tests of ids and labels against TRL's SFTTrainer, for the same records and templates."""
 
-import contextlib
 import json
-import random
 import types
 
 import datasets
@@ -10,10 +8,8 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.data import chat
-from jaxsp.data import spans as span_search
 from jaxsp.data.chat import ChatOptions
-from jaxsp.data.chat_template import TemplateRenderer
-from tests.data import chats, test_chat
+from tests.data import chats
 
 sft_trainer = pytest.importorskip(
     "trl.trainer.sft_trainer", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11"
@@ -157,34 +153,6 @@ def test_the_marks_of_every_trl_template_are_accepted(tokenizer, path):
         assert [label for label in mine if label >= 0] == [label for label in labels if label >= 0]
 
 
-def talk(draw: random.Random, *, alternating: bool) -> list[dict]:
-    """Returns a conversation of odd contents: empty, spaces around them, end tokens, headers."""
-    parts = ["a", "Qx0z", " ", "\n", "assistant", "user\n", "[INST] ", "</s>", "<turn|>\n"]
-    parts += ["<end_of_turn>\n", "<start_of_turn>user\n", "<start_of_turn>model\n"]
-    parts += ["<|im_end|>\n", "<|im_start|>assistant\n", "<|turn>user\n"]
-
-    def said():
-        return "".join(draw.choice(parts) for _ in range(draw.randint(0, 4)))
-
-    results = []
-    if not alternating and draw.random() < 0.4:
-        results.append({"role": "system", "content": "s"})
-    for number in range(draw.randint(1, 7)):
-        results.append({"role": "user", "content": said() or "u"})
-        thinking = f"<think>\nreason {number}\n</think>\n\n" if draw.random() < 0.2 else ""
-        answer = {"role": "assistant", "content": thinking + said()}
-        results.append(answer | {"weight": int(draw.random() < 0.8)})
-        if not alternating and draw.random() < 0.25:
-            results[-1]["tool_calls"] = [chats.CALL | {"id": "abcdefghi"}]
-            results.append(
-                {"role": "tool", "content": "r", "tool_call_id": "abcdefghi", "name": "f"}
-            )
-            results.append({"role": "assistant", "content": f"answer {number}"})
-        if not alternating and draw.random() < 0.1:
-            results.append({"role": "assistant", "content": f"again {number}"})
-    return results
-
-
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning", None])
 def test_qwen3s_template_drops_the_thinking_of_earlier_answers_and_trls_keeps_it(tokenizer, field):
     answers = [
@@ -204,44 +172,6 @@ def test_qwen3s_template_drops_the_thinking_of_earlier_answers_and_trls_keeps_it
     learned = tokenizer.decode([label for label in labels if label >= 0])
     assert "hm0" in learned
     assert "hm1" in learned
-
-
-def test_qwen3s_template_keeps_quoted_tags_of_an_answer_with_its_own_thinking(tokenizer):
-    template = (chat_template_utils._CHAT_TEMPLATES_DIR / "qwen3.jinja").read_text()
-    for content in ("Use <think> and </think> in text.", "a </think> b </think> c"):
-        answer = {"role": "assistant", "content": content}
-        with pytest.raises(UserError, match=r"message 2.*reasoning_content"):
-            ours([{"messages": [TALK[0], answer]}], tokenizer, template)
-        record = {"messages": [TALK[0], answer | {"reasoning_content": ""}]}
-        ((_, labels),) = ours([record], tokenizer, template)
-        assert content in tokenizer.decode([label for label in labels if label >= 0])
-
-
-UNMARKED = [path for path in TEMPLATES if "endgeneration" not in path.read_text()]
-
-
-@pytest.mark.parametrize("path", UNMARKED, ids=lambda path: path.stem)
-def test_spans_are_those_of_prefixes_where_these_are_known(path):
-    template = path.read_text().replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
-    tokenizer = chats.tokenizer()
-    draw = random.Random(0)
-    options = ChatOptions(
-        tokenizer=tokenizer, template=template, has_full_loss=True, earlier_reasoning="keep"
-    )
-    for number in range(10):
-        record = chats.store({"messages": talk(draw, alternating=number % 2 == 0)})
-        messages = record["messages"]
-        try:
-            chat.render_record(record, options)  # checks that all is there
-        except UserError:
-            continue
-        render = TemplateRenderer(record, tokenizer=tokenizer, template=template, with_marks=False)
-        indices = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
-        expected = test_chat.find_by_prefixes(messages, indices, render)
-        if expected is not None:
-            with contextlib.suppress(UserError):  # the spans are unknown
-                actual, _ = span_search.find_spans(messages, indices, render(messages)[0], render)
-                assert actual == expected
 
 
 @pytest.mark.parametrize(

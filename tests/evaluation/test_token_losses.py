@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 
-import datasets
 import numpy as np
 import pytest
 
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.data import dataset
+from jaxsp.data import dataset, store
 from jaxsp.data.documents import Documents
 from jaxsp.evaluation import evaluator, token_losses
 from jaxsp.evaluation.evaluator import Evaluator
@@ -46,7 +45,7 @@ def make_spec(sizes=(1, 1, 1), **how):
 
 def pack(config):
     columns = {"tokens": TOKENS, "labels": LABELS, "place": [""] * len(TOKENS)}
-    documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=ROW_TOKENS)
+    documents = Documents([store.from_columns(columns)], row_tokens=ROW_TOKENS)
     return dataset.pack_documents("documents", documents, **config.packing, digests=["x"])
 
 

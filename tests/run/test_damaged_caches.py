@@ -10,7 +10,7 @@ from jaxsp.data import store, tokenizers
 from jaxsp.data.store import DamagedCacheError
 from jaxsp.run import config_file, data_sets
 from tests import batches, small_runs
-from tests.data.test_row_reader import row_of
+from tests.data.test_documents import row_of
 
 TEXTS = [f"document {number} " + "word " * 9 * number for number in range(12)]
 

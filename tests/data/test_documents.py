@@ -1,20 +1,17 @@
 """Any range of any row is the same range of the row written out in full."""
 
-import datasets
 import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data import documents, packing
-from jaxsp.data.documents import Documents
+from jaxsp.data import packing, store
+from jaxsp.data.documents import Documents, make_slots
 from jaxsp.data.packing import Segments
 
 
 def dataset(documents, labels=None):
-    columns = {"tokens": documents} | ({} if labels is None else {"labels": labels})
-    ids = datasets.LargeList(datasets.Value("int32"))
-    return datasets.Dataset.from_dict(
-        columns, features=datasets.Features(dict.fromkeys(columns, ids))
+    return store.from_columns(
+        {"tokens": documents} | ({} if labels is None else {"labels": labels})
     )
 
 
@@ -79,7 +76,7 @@ def test_a_document_over_three_rows_keeps_labels_and_positions():
 
 
 def test_documents_of_several_datasets_follow_each_other_and_empty_ones_are_left_out():
-    one = datasets.concatenate_datasets([dataset([[1, 2], []]), dataset([[3, 4, 5], [6, 6], [5]])])
+    one = dataset([[1, 2], [], [3, 4, 5], [6, 6], [5]])
     other = dataset([[], [7, 8, 9]], labels=[[], [-100, -100, 9]])
     stored = Documents([one, other])
     assert stored.lengths.tolist() == [2, 3, 2, 3]
@@ -101,34 +98,11 @@ def test_loss_tokens_are_those_with_a_label():
         )
 
 
-def test_a_slice_of_a_dataset_is_read_in_its_place():
-    stored = dataset([[1, 2], [3, 4, 5], [6, 7]])
-    middle = datasets.Dataset(stored.data.slice(1, 2), info=stored.info)
-    assert Documents([middle]).read_slice(row_of((0, 0, 3), (1, 0, 2)), 0, 5)[
-        "tokens"
-    ].tolist() == [
-        3,
-        4,
-        5,
-        6,
-        7,
-    ]
-
-
 def test_slots_are_filled_from_the_front():
-    slots = documents.make_slots(row_of((4, 0, 3), (9, 8, 4)), 4)
+    slots = make_slots(row_of((4, 0, 3), (9, 8, 4)), 4)
     assert (slots["starts"].tolist(), slots["lengths"].tolist()) == ([0, 3, 0, 0], [3, 4, 0, 0])
-    empty = documents.make_slots(row_of(), 2)
+    empty = make_slots(row_of(), 2)
     assert not np.any([empty["starts"], empty["lengths"]])
-
-
-def test_tokens_are_not_copied(tmp_path):
-    """The arrays are views of the mapped file: opening any dataset loads nothing."""
-    dataset([[1, 2, 3]]).save_to_disk(tmp_path / "saved")
-    datasets.disable_progress_bars()
-    (chunk,) = Documents([datasets.load_from_disk(tmp_path / "saved")])._chunks
-    assert not chunk["tokens"].ids.flags.owndata
-    assert not chunk["tokens"].ids.flags.writeable
 
 
 def test_documents_without_labels_are_an_error():
@@ -138,7 +112,7 @@ def test_documents_without_labels_are_an_error():
 
 
 def test_a_document_with_more_tokens_than_positions_is_an_error(monkeypatch):
-    monkeypatch.setattr(row_reader, "POSITION_LIMIT", 4)
+    monkeypatch.setattr("jaxsp.data.documents.POSITION_LIMIT", 4)
     assert len(Documents([dataset([[1, 2, 3, 4]])]).lengths) == 1
     with pytest.raises(
         UserError,
