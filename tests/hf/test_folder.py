@@ -23,7 +23,7 @@ from jaxsp.data import tokenizers
 from jaxsp.hf import folder, tensors, weights
 from jaxsp.model import decoder
 from jaxsp.sharding import sharding
-from jaxsp.training import weight_init
+from jaxsp.training import train_state
 from tests import batches
 from tests.messages import assert_names, assert_refused
 
@@ -445,7 +445,7 @@ def test_a_mesh_reads_each_weight_once_and_one_shard_at_a_time(model_folder, mon
     write(model_folder, named(model))
     table = decoder.param_table(model)
     reader = weights.open_folder(folder.find("m"), table)
-    weight_init.load_weights(table, batches.mesh(1, 2, 4), reader.read)
+    train_state.load_weights(table, batches.mesh(1, 2, 4), reader.read)
     params = jax.tree.leaves(table)
     assert max(counts) == max(x.size // 8 if x.size >= 100 else x.size for x in params)
     assert sum(counts) == sum(math.prod(param.stacked_shape) for param in params)
