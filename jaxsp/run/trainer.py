@@ -35,9 +35,6 @@ from jaxsp.training import train_state
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
 
-COLLECT_EVERY = 1000
-"""Steps between collections of garbage in a run without checkpoints and evaluations."""
-
 
 def train(
     run: Run,
@@ -49,9 +46,7 @@ def train(
 ) -> tuple[Run, TrainState | None]:
     """Trains from the starting point to the last step and writes the run directory.
 
-    All processes train and save together; only process 0 writes the other files. From the end of
-    the first step, Python collects garbage only where checkpoints and evaluations make all
-    processes wait.
+    All processes train and save together; only process 0 writes the other files.
 
     Args:
         on_line: called in process 0 with each line of metrics.jsonl, eval.jsonl and tasks.jsonl
@@ -180,9 +175,10 @@ class Loop:
         log = self._log
         first_traced, _ = run.config.logging.profile_steps or (0, 0)
         with contextlib.ExitStack() as stack:
+            # Collections of garbage, which delay a step of all processes, skip what exists already
+            gc.collect()
+            gc.freeze()
             stack.callback(gc.unfreeze)
-            if gc.isenabled():
-                stack.callback(gc.enable)
             rows = stack.enter_context(contextlib.closing(log.loader.batches()))
             stack.push(self._trace)
             self._evaluate_at_start(state)
@@ -254,10 +250,7 @@ class Loop:
             self._early_stopping.expect_evaluation()
         should_evaluate |= should_rank
         _, last_traced = run.config.logging.profile_steps or (0, 0)
-        is_first = step == run.start.step + 1
-        if not (should_save or should_evaluate or step == last_traced or is_first):
-            if step % COLLECT_EVERY == 0:
-                gc.collect()
+        if not (should_save or should_evaluate or step == last_traced):
             return
         self._log.record_dispatched_step()
         if step == last_traced:
@@ -278,12 +271,6 @@ class Loop:
             )
             is_end = is_last or self._is_stopped_early or self._preemption.reason is not None
             self._log.checkpoint_wait_s += checkpoints.save(state, meta, is_last=is_end)
-        gc.collect()
-        if is_first:
-            # A collection in one process delays a step of all. From now on, they collect together
-            # here, and leave out what exists already
-            gc.freeze()
-            gc.disable()
         self._log.restart_clock()
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:

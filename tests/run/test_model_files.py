@@ -9,7 +9,7 @@ from jaxsp.hf import model_config
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.run import config_file, data_sets, model_files
 from jaxsp.run.model_files import StopTokens
-from tests import batches
+from tests import batches, small_runs
 from tests.data import chats
 from tests.messages import assert_names, assert_refused
 
@@ -17,13 +17,7 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 def make_config(folder, *sources, **model):
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": 1},
-        "model": model,
-        "data": {"train": list(sources), "row_tokens": 64},
-        "batch": {"rows_per_step": 1},
-        "optimizer": {"learning_rate": 0.01},
-    }
+    fields = small_runs.make_fields(folder, model=model, data={"train": list(sources)})
     return config_file.parse(fields)
 
 
@@ -80,10 +74,6 @@ def test_a_token_beyond_the_embedding_has_a_suggestion_that_is_not_in_use(
             open_sources(config), config, None, vocab_size=256, for_training=True
         )
     assert_names(error.value, "line 1", "300", suggestion)
-    others = {"resize_token_embeddings", "model.tokenizer=null", "model.config.vocab_size"} - {
-        suggestion.partition("(")[0]
-    }
-    assert not any(other in str(error.value) for other in others)
 
 
 @pytest.mark.parametrize(
