@@ -10,7 +10,7 @@ import yaml
 from jaxsp.config import config_file as loading
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
-from jaxsp.data.chats import Messages
+from jaxsp.data.chat_formats import Messages
 from jaxsp.objectives.registry import OBJECTIVE
 from jaxsp.optimizers.registry import OPTIMIZER
 from jaxsp.run import config_file

@@ -41,7 +41,7 @@ def asked(*sources, tokenizer="bytes", objective=None):
     )
 
 
-def shown(config, num_records=None, **options):
+def shown(config, num_records=1, **options):
     console = rich.console.Console(markup=False, **{"width": 200, **options})
     with console.capture() as capture:
         preview.print_preview(config, console, num_records=num_records)
