@@ -233,12 +233,6 @@ def _explain_failure(error: Exception) -> str:
             "it writes today's date, so tokens would change from day to day. Set the "
             "date to write, such as data.chat_template_date=2026-11-25"
         )
-    if isinstance(error, TypeError) and "'str' object is not callable" in reason:
-        reason += f'. Its date format must be a string literal: {_DATE_FUNCTION}("%Y-%m-%d")'
-    if isinstance(error, TypeError) and "concatenate" in reason and '"dict"' in reason:
-        reason += (
-            ". If it expects the arguments of tool calls as strings, write them in it with | tojson"
-        )
     return reason
 
 

@@ -16,7 +16,7 @@ from jaxsp.config.fields import (
     for_training,
     with_examples,
 )
-from jaxsp.data.chats import Messages, Preference, PromptCompletion, Unpaired
+from jaxsp.data.chat_formats import Messages, Preference, PromptCompletion, Unpaired
 from jaxsp.data.plain import Text, Tokens, Trajectories
 from jaxsp.data.source import Source
 

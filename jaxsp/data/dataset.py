@@ -231,9 +231,10 @@ def describe_data(
     skipped = [source.first_skipped for source in sources if source.num_skipped]
     lines += [("skipped", example) for example in skipped]
     lines += [("note", note) for note in describe_bare_answers(sources, config)]
-    for part in data.stream.parts:
-        if suggestion := _suggest_packing(part):
-            lines.append(("note", suggestion))
+    limit = data.stream.max_segments
+    if percent < 95 and len(segments.length) > 0.9 * limit * num_rows:
+        limited = f"rows have at most {format_count(limit, 'segment')}"
+        lines.append(("note", f"{limited}: a larger data.max_segments_per_row would fill them"))
     if len(sources) > 1:
         lines += [("source", text) for text in _describe_sources(data, schedule)]
     return lines
@@ -311,26 +312,6 @@ def _describe_sources(data: PackedDataset, schedule: RowSchedule) -> Iterator[st
                 f"{100 * tokens[number] / sum(tokens):.1f} % of this run, {use}"
             )
         yield text
-
-
-def _suggest_packing(part: PackedEpochs) -> str | None:
-    """Suggests a higher limit on segments if it is the reason for empty space in the rows."""
-    plan = part.plan_epoch(0)
-    num_tokens = np.bincount(plan.row_of_segment, plan.length, minlength=len(plan))
-    num_empty = part.row_tokens - num_tokens
-    is_limited = np.diff(plan.row_starts) >= part.max_segments
-    is_limited &= num_empty >= plan.length.min()
-    fraction = num_tokens.mean() / part.row_tokens
-    if len(plan) < 2 or fraction >= 0.99 or num_empty[is_limited].sum() <= num_empty.sum() / 2:
-        return None
-    # some rows need more than the mean: lengths differ, and each epoch has another plan
-    needed = 1.25 * part.max_segments * part.row_tokens / num_tokens[is_limited].mean()
-    needed = min(needed, len(plan.length))
-    return (
-        f"rows of {part.row_tokens:,} tokens are {100 * fraction:.0f} % full, because they have at "
-        f"most {format_count(part.max_segments, 'segment')}: "
-        f"data.max_segments_per_row={math.ceil(needed / 16) * 16} would fill them"
-    )
 
 
 def describe_documents(data: PackedDataset) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ from jaxsp.data.packing import Segments
 from jaxsp.data.source import (
     BARE_ANSWERS,
     FIRST_REFERENCE,
-    FIRST_TOKENS,
     IS_DESIRABLE,
     SECOND_REFERENCE,
 )
@@ -111,43 +110,19 @@ class StoredPredictions(NamedTuple):
     """Number of values of a token: see `core.batch.PREDICTIONS`."""
 
 
-class _Stored(NamedTuple):
-    """Documents of one source, used or not."""
-
-    tokenized: TokenizedSource
-    arrays: Mapping[str, CheckedIds]
-    """Those of the source, always with labels, which are targets of the tokens before."""
-    lengths: np.ndarray
-    starts: np.ndarray
-    """First token of each document in the arrays."""
-
-    def find_place(self, document: int) -> str:
-        """Returns the place of a document's record."""
-        return self.tokenized.records["place"][document // self.tokenized.per_record].as_py()
+_SLAB_TOKENS = 2**22
+"""Labels to count together, in about 20 MB of memory."""
 
 
-def _open(tokenized: TokenizedSource) -> _Stored:
-    lengths = tokenized.num_tokens
-    if tokenized.per_record == 2:
-        first = tokenized.records[FIRST_TOKENS].to_numpy()
-        lengths = np.stack([first, lengths - first], axis=1).ravel()
-    arrays = {"labels": tokenized.arrays["tokens"], **tokenized.arrays}
-    return _Stored(tokenized, arrays, lengths, np.cumsum(lengths) - lengths)
-
-
-_SLAB_TOKENS = 2**24
-"""Labels to count together, in about 80 MB of memory."""
-
-
-def _count_loss_tokens(segments: Segments, used: np.ndarray, stored: _Stored) -> np.ndarray:
+def _count_loss_tokens(segments: Segments, used: np.ndarray, source: TokenizedSource) -> np.ndarray:
     """Number of loss tokens of each segment. Args: used: number of tokens of each document."""
     # targets are first + 1 to last: a document's first token is never one
     last = np.minimum(segments.offset + segments.length, used[segments.document] - 1)
     num_loss = last - segments.offset
-    labels = stored.arrays["labels"]
-    if labels is stored.arrays["tokens"] or not len(num_loss):
+    labels = source.arrays.get("labels")
+    if labels is None or not len(num_loss):
         return num_loss
-    begin = stored.starts[segments.document] + segments.offset + 1
+    begin = source.starts[segments.document] + segments.offset + 1
     end = begin + num_loss
     for part in np.array_split(np.arange(len(begin)), 1 + end[-1] // _SLAB_TOKENS):
         if len(part):
@@ -191,20 +166,21 @@ class Documents:
         numbers: Sequence[str] = (),
         equal_numbers: Sequence[str] = (),
     ):
-        self._stored = [*map(_open, tokenized)]
-        self._arrays = [each.arrays for each in self._stored]
+        self._tokenized = tokenized
+        # labels are targets of the tokens before
+        self._arrays = [{"labels": each.arrays["tokens"], **each.arrays} for each in tokenized]
         self._has_scores = has_scores
         self.numbers = numbers
         """Names of the numbers of tokens that batches have."""
         self.long_documents = long_documents
         self.per_record = tokenized[0].per_record
         """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
-        self._source_ends = np.cumsum([len(each.lengths) for each in self._stored])
+        self._source_ends = np.cumsum([len(each.lengths) for each in tokenized])
         self.sources: list[SourceCounts] = []
         kept_segments: list[Segments] = []
         used_tokens: list[np.ndarray] = []
         kept: list[np.ndarray] = []
-        for number, source in enumerate(self._stored):
+        for number, source in enumerate(tokenized):
             stored = source.lengths
             _check_lengths(source, row_tokens, long_documents, is_whole=bool(numbers))
             if numbers:
@@ -225,7 +201,7 @@ class Documents:
             has_loss = (num_loss > 0) & is_kept[segments.document]
             is_cut = is_in_split & (used < stored)
             is_empty = is_in_split & (stored == 0)
-            records = source.tokenized.records
+            records = source.records
             # a bad record has no tokens, and records without tokens are never held out
             bad = list_bad_records(records) if is_empty.any() else []
             bare_answers = np.zeros(1, np.int32)
@@ -266,7 +242,7 @@ class Documents:
         self._index = np.flatnonzero(is_kept)
         """Index among the stored documents of each document."""
         self._source = self._find_source(self._index)
-        self._start = np.concatenate([each.starts for each in self._stored])[is_kept]
+        self._start = np.concatenate([each.starts for each in tokenized])[is_kept]
         """First token of each document in its source."""
         self.is_desirable = self._read_column(IS_DESIRABLE)
         """Label of each pair's record; None if the records have none."""
@@ -285,7 +261,7 @@ class Documents:
 
     def _read_column(self, name: str) -> np.ndarray | None:
         """Value of each pair's record in a column; None if the tokenized records do not have it."""
-        tables = [each.tokenized.records for each in self._stored]
+        tables = [each.records for each in self._tokenized]
         if not all(name in table.column_names for table in tables):
             return None
         values = np.concatenate([table[name].to_numpy() for table in tables])
@@ -318,7 +294,7 @@ class Documents:
             )
         if self.num_loss_tokens > 0:
             return
-        longest = max(int(each.lengths.max(initial=0)) for each in self._stored)
+        longest = max(int(each.lengths.max(initial=0)) for each in self._tokenized)
         if row_tokens is not None and longest > row_tokens and self.long_documents != "split":
             can_split = self.per_record == 1 and not self.numbers
             split = "data.long_documents=split, or " if can_split else ""
@@ -356,12 +332,12 @@ class Documents:
         """Returns the source of a document, and index and location of its record there. Records
         that are left out are counted."""
         number = int(self._source[document])
-        stored = self._stored[number]
-        index = int(self._index[document] - self._source_ends[number]) + len(stored.lengths)
+        source = self._tokenized[number]
+        index = int(self._index[document] - self._source_ends[number]) + len(source.lengths)
         return {
             "source": self.sources[number].name,
             "record_index": index // self.per_record,
-            "location": stored.find_place(index),
+            "location": source.find_place(index),
         }
 
     def read_slice(self, row: Segments, begin: int, end: int) -> dict[str, np.ndarray]:
@@ -438,13 +414,13 @@ def make_slots(
 
 
 def _check_lengths(
-    source: _Stored, row_tokens: int | None, long_documents: str, *, is_whole: bool
+    source: TokenizedSource, row_tokens: int | None, long_documents: str, *, is_whole: bool
 ) -> None:
     """Checks that no document is longer than a row, unless it may be split. The documents of a pair
     are not split, because attention would not see the whole of them.
     Args: is_whole: True if documents are not cut at all, because their losses depend on it."""
     may_be_long: tuple[str, ...] = ("split", "truncate", "drop")
-    if is_whole or source.tokenized.per_record == 2:
+    if is_whole or source.per_record == 2:
         may_be_long = ("drop",) if is_whole else ("truncate", "drop")
     if row_tokens is None or long_documents in may_be_long:
         return
@@ -460,11 +436,14 @@ def _check_lengths(
         )
 
 
-def _check_numbers(source: _Stored, numbers: Sequence[str], equal_numbers: Sequence[str]) -> None:
+def _check_numbers(
+    source: TokenizedSource, numbers: Sequence[str], equal_numbers: Sequence[str]
+) -> None:
     """Checks that all loss tokens have these numbers, and those of a document the same
     `equal_numbers`."""
     total = int(source.lengths.sum())
-    targets = np.flatnonzero(source.arrays["labels"].read(0, total) != NO_LABEL)
+    labels = source.arrays.get("labels", source.arrays["tokens"])
+    targets = np.flatnonzero(labels.read(0, total) != NO_LABEL)
     document = np.searchsorted(source.starts, targets, side="right") - 1
     for name in numbers:
         values = source.arrays[name].read(0, total)[targets]

@@ -1,6 +1,6 @@
 """Formats without messages: text, token ids, and trajectories with numbers of tokens.
 
-Source: as in chats.py. Differs: padding at either end of token ids is dropped, and several
+Source: as in chat_formats.py. Differs: padding at either end of token ids is dropped, and several
     documents in one record are refused (TRL and transformers' collators would train on them).
 """
 

@@ -68,7 +68,7 @@ def list_tool_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Returns False for a message with `weight: 0`, as chats.py writes every such flag."""
+    """Returns False for a message with `weight: 0`, as chat_formats.py writes every such flag."""
     return bool(message.get("weight", 1))
 
 

@@ -10,6 +10,7 @@ bit cannot change what is learned, and opening a data set reads no tokens.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -131,6 +132,23 @@ class TokenizedSource:
     def per_record(self) -> int:
         """Number of documents of each record."""
         return 2 if FIRST_TOKENS in self.records.column_names else 1
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each document."""
+        if self.per_record == 1:
+            return self.num_tokens
+        first = self.records[FIRST_TOKENS].to_numpy()
+        return np.stack([first, self.num_tokens - first], axis=1).ravel()
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """First token of each document in the arrays."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def find_place(self, document: int) -> str:
+        """Returns the place of a document's record."""
+        return self.records["place"][document // self.per_record].as_py()
 
 
 def list_bad_records(records: pa.Table) -> list[str]:

@@ -22,11 +22,10 @@ import pyarrow as pa
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data import chat, chat_template, sources, spans, store, tokenizers
+from jaxsp.data import chat, chat_template, sources, store, tokenizers
 from jaxsp.data.chat import ChatOptions, RenderedRecord
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.source import (
-    ASSISTANT,
     BARE_ANSWERS,
     FIRST_TOKENS,
     IS_DESIRABLE,
@@ -342,10 +341,6 @@ def _align_loss_starts(documents: list[EncodedDocument]) -> None:
         document.labels[begin:start] = document.tokens[begin:start]
 
 
-_MAX_SEARCHED = 10_000
-"""Number of records that are searched for one of each kind."""
-
-
 class Example(NamedTuple):
     """An encoded document of a record."""
 
@@ -353,37 +348,23 @@ class Example(NamedTuple):
     """Place of the record, and the document's name if it has several."""
     tokens: np.ndarray
     labels: np.ndarray | None
-    kinds: list[str]
-    """Properties of a chat that the examples before it do not have."""
 
 
 def encode_examples(
     records: Records,
     *,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
-    num_records: int | None = None,
+    num_records: int = 1,
 ) -> Iterator[Example]:
     """Yields the documents of the first usable records, as `tokenize_dataset` encodes them.
-
-    Args:
-        num_records: None: the first one, and among the next ones one of each kind of chat.
-    Raises: UserError if there is none, and for a bad record before one, unless they are skipped.
-    """
+    Raises: UserError if there is none, and for a bad record before one, unless they are skipped."""
     source = records.source
     encoder = Encoder(source, resolve_options(source, data=records.data, tokenizer=tokenizer))
-    seen: set[str] = set()
     num_examples = 0
     bad: list[str] = []
-    most = (_MAX_SEARCHED if source.is_chat else 1) if num_records is None else num_records
-    for index, entry in enumerate(records.entries()):
-        is_searching = num_records is None and num_examples
-        if num_examples >= most or (is_searching and index >= most):
+    for entry in records.entries():
+        if num_examples == num_records:
             break
-        kinds = []
-        if source.is_chat and entry["problem"] is None:
-            kinds = [kind for kind in list_kinds(json.loads(entry["record"])) if kind not in seen]
-        if is_searching and not kinds:
-            continue
         encoded: EncodedRecord = str(entry["problem"])
         if entry["problem"] is None:
             (encoded,) = encode_records([entry], encoder)
@@ -394,29 +375,10 @@ def encode_examples(
         if not len(encoded[0].tokens):
             continue
         num_examples += 1
-        seen.update(kinds)
         for rendered, tokens, labels in encoded:
             name = rendered.name
             if name == "completion":
                 name += " (desirable)" if entry[IS_DESIRABLE] else " (undesirable)"
-            place = f"{entry['place']}: {name}" if name else entry["place"]
-            yield Example(place, tokens, labels, kinds)
+            yield Example(f"{entry['place']}: {name}" if name else entry["place"], tokens, labels)
     if not num_examples:
         raise UserError("no record has a token. Give at least one that has.")
-
-
-def list_kinds(record: dict[str, Any]) -> list[str]:
-    """Returns the properties of a chat that a template may write in ways of its own."""
-    messages = spans.list_messages(record)
-    answers = [message for message in messages if message["role"] == ASSISTANT]
-    kinds = {
-        "tools": bool(record.get("tools")),
-        "tool calls": any(map(spans.list_tool_calls, answers)),
-        "reasoning": any(map(spans.get_reasoning, answers)),
-        "reasoning in several turns": sum(map(bool, map(spans.get_reasoning, answers))) > 1,
-        "several turns": len(answers) > 1,
-        "a system message": any(message["role"] == "system" for message in messages),
-        "messages without loss": not all(map(spans.has_loss, messages)),
-        "template arguments": bool(record.get("chat_template_kwargs")),
-    }
-    return [kind for kind, is_present in kinds.items() if is_present]

@@ -24,14 +24,12 @@ _MAX_TOKENS = 4000
 """Maximum number of tokens shown of a document: its first and last half."""
 
 
-def print_preview(
-    config: Config, console: rich.console.Console, *, num_records: int | None = None
-) -> None:
+def print_preview(config: Config, console: rich.console.Console, *, num_records: int = 1) -> None:
     """Prints records of each training source and marks the tokens with a loss. Raises: UserError
 
     Reads only these records, as training does. Needs no device.
 
-    Args: num_records: the first ones; None: the first one, and one of each kind of chat.
+    Args: num_records: number of records of each source.
     """
     problems = ProblemCollector()
     tokenizer = None
@@ -60,12 +58,11 @@ def _print_example(
     example: Example, name: str, tokenizer: Any, console: rich.console.Console
 ) -> None:
     """Prints a title, the numbers of tokens, and the text with its loss spans highlighted."""
-    _, tokens, labels, _ = example
+    _, tokens, labels = example
     has_loss = np.ones(len(tokens), bool) if labels is None else labels != NO_LABEL
     has_loss[:1] = False  # the first token is never a target
     legend = _highlight("like this" if has_loss.any() else "nothing", console)
-    kinds = f" ({', '.join(example.kinds)})" if example.kinds else ""
-    title = errors.escape(f"{name}: {example.place}{kinds}")
+    title = errors.escape(f"{name}: {example.place}")
     text = rich.text.Text(f"{title}\n{len(tokens):,} tokens, ")
     text.append(f"{has_loss.sum():,} of them with a loss, ").append(legend).append("\n\n")
     half = _MAX_TOKENS // 2

@@ -8,7 +8,7 @@ import pytest
 from jaxsp.config import config_file as loading
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
-from jaxsp.data.chats import Messages
+from jaxsp.data.chat_formats import Messages
 from jaxsp.run import config_file
 
 VALID = """
