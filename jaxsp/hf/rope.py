@@ -380,7 +380,9 @@ def find_problems(
                 "truncate = false: is not implemented in the group of a layer type, where "
                 "transformers ignores it. Leave it out."
             )
-        problems += [f"{place}.{problem}" for problem in found]
+        for problem in found:
+            is_beside = problem.partition(" =")[0] in fields
+            problems.append(f".{problem}" if is_beside else f"{place}.{problem}")
     if problems:
         return problems
     main = groups.get(FULL_ATTENTION, whole)
