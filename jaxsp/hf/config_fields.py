@@ -350,6 +350,11 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
                 f"{num_groups}, and that many groups must have num_experts_per_tok experts, "
                 f"{num_chosen}. Use {num_groups}."
             )
+    for name in ("linear_a_log", "linear_dt"):
+        low = given.get(f"{name}_min", 0)
+        high = given.get(f"{name}_max", 1)
+        if low >= high:
+            yield f"{name}_min = {low}: must be below {name}_max, which is {high}."
     num_layers = fields["num_hidden_layers"]
     yield from (
         f"{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "
