@@ -296,16 +296,11 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             f"which is {num_heads}. Use {errors.format_choices(divisors)}."
         )
     hidden_size = fields["hidden_size"]
-    head_dim = fields.get("head_dim")
-    if head_dim is None and hidden_size % num_heads:
+    head_dim = fields.get("head_dim") or hidden_size / num_heads
+    if head_dim % 2:
         yield (
-            f"hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
-            f"which is {num_heads}."
-        )
-    elif (head_dim := head_dim or hidden_size // num_heads) % 2:
-        yield (
-            f"head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
-            "Use 64 or 128."
+            f"head_dim = {head_dim:g}: must be an even number, because elements are rotated in "
+            "pairs. It is hidden_size / num_attention_heads if it is not given."
         )
     vocab_size = fields["vocab_size"]
     rows = given.get("vocab_size_per_layer_input", vocab_size)
@@ -350,6 +345,11 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
                 f"{num_groups}, and that many groups must have num_experts_per_tok experts, "
                 f"{num_chosen}. Use {num_groups}."
             )
+    for name in ("linear_a_log", "linear_dt"):
+        low = given.get(f"{name}_min", 0)
+        high = given.get(f"{name}_max", 1)
+        if low >= high:
+            yield f"{name}_min = {low}: must be below {name}_max, which is {high}."
     num_layers = fields["num_hidden_layers"]
     yield from (
         f"{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "

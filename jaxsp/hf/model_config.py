@@ -248,12 +248,16 @@ def _parse_fields(
             passed["rope_parameters"] = {"rope_type": "default", **theta}
     if problems:
         raise UserError(problems)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it warns of what is refused below
     try:
         # a copy, because transformers adds entries to its input dicts
         resolved = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(passed))
     except Exception as error:  # any, depending on the family
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"transformers refuses it: {reason}") from None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     given = resolved.to_dict() | _renamed_fields(resolved)
     if "layer_types" in fields:
         given["layer_types"] = fields["layer_types"]

@@ -380,7 +380,9 @@ def find_problems(
                 "truncate = false: is not implemented in the group of a layer type, where "
                 "transformers ignores it. Leave it out."
             )
-        problems += [f"{place}.{problem}" for problem in found]
+        for problem in found:
+            is_beside = problem.partition(" =")[0] in fields
+            problems.append(f".{problem}" if is_beside else f"{place}.{problem}")
     if problems:
         return problems
     main = groups.get(FULL_ATTENTION, whole)
@@ -388,8 +390,12 @@ def find_problems(
     for name in OUTSIDE_FIELDS:
         group = groups.get(SLIDING_ATTENTION, {}) if name == _LOCAL_THETA else main
         read = group.get("rope_theta" if name == _LOCAL_THETA else name)
-        if name in fields and not (name == PARTIAL and fields[name] == 1):
-            given.append((name, fields[name], read if name in support.outside_fields else None))
+        is_own = name in support.outside_fields
+        is_unused = (name == PARTIAL and fields.get(name) == 1) or (
+            name == ORIGINAL and is_own and read is None  # by the type default (Phi-4)
+        )
+        if name in fields and not is_unused:
+            given.append((name, fields[name], read if is_own else None))
     for form in GROUPS:
         own = fields.get(form) or {}
         own_groups = own if is_nested(own, support) else {form: own}

@@ -69,28 +69,31 @@ class Case:
         return AdapterConfig.model_validate({name: getattr(self, name) for name in names})
 
 
-CASES = {"llama": Case("llama"), "qwen3 dora": Case("qwen3", type="dora")}
+GATE_UP = "mlp.experts.gate_up_proj"
+DOWN = "mlp.experts.down_proj"
+MATRICES = (GATE_UP, DOWN)
+CASES = {
+    "llama": (Case("llama"), ()),
+    "qwen3 dora": (Case("qwen3", type="dora"), ()),
+    "matrices of experts": (
+        Case("qwen3_moe", targets=[], target_parameters=MATRICES),
+        pytest.mark.e2e,
+    ),
+}
 SLOW_CASES = {
     "phi3 rslora": Case("phi3", use_rslora=True),
     "tied": Case("llama tied", targets=["q_proj", "v_proj"], modules_to_save=ALL[:1]),
-    "phi3 dora": Case("phi3", type="dora"),
     "untied": Case("llama3", use_rslora=True, modules_to_save=ALL),
     "embedding": Case("qwen2", rank=1, modules_to_save=ALL[:1]),
     "head": Case("qwen2", type="dora", modules_to_save=ALL[1:]),
     "tied dora": Case("gemma2", type="dora", modules_to_save=ALL),
     "phi3 tied": Case("phi3 tied", targets=["qkv_proj", "down_proj"], modules_to_save=ALL),
-    "with vision": Case(
-        "gemma3 with vision", targets=["q_proj", "down_proj"], modules_to_save=ALL[:1]
-    ),
-    "delta nets with vision": Case(
-        "qwen3_5 with vision", targets=["in_proj_qkv", "out_proj", "o_proj"]
-    ),
+    "with vision": Case("gemma3 with vision", targets=["q_proj"], modules_to_save=ALL[:1]),
+    "delta nets with vision": Case("qwen3_5 with vision", targets=["in_proj_qkv", "o_proj"]),
     "one of two q_proj": Case("olmo hybrid", targets=["self_attn.q_proj", "v_proj", "g_proj"]),
     "both gates with vision": Case("muse_glimmer with vision", targets=["gate_proj"]),
     "one gate with vision": Case("muse_glimmer with vision", targets=["q_proj", "mlp.gate_proj"]),
-    "normalized embedding with vision": Case(
-        "muse_glimmer with vision", type="dora", modules_to_save=ALL
-    ),
+    "normalized embedding": Case("muse_glimmer with vision", type="dora", modules_to_save=ALL),
     "uneven": Case("llama uneven", type="dora", rank=8),
     "values of some layers": Case("gemma4", targets=["v_proj"]),
     "MLP beside experts": Case(
@@ -98,42 +101,23 @@ SLOW_CASES = {
         targets=["gate_proj"],
         target_parameters=("experts.gate_up_proj", "experts.down_proj"),
     ),
-    "MLP": Case("llama3", rank=64, targets=["gate_proj", "down_proj"]),
+    "alternating rows of experts": Case("gpt_oss", targets=[], target_parameters=MATRICES),
+    "gate and up of experts": Case("gpt_oss", targets=["q_proj"], target_parameters=MATRICES[:1]),
+    "down of experts": Case("olmoe", targets=[], target_parameters=("down_proj",)),
+    "experts beside a shared one": Case("qwen3_5_moe", target_parameters=MATRICES),
+    "experts of Mixtral": Case("mixtral", use_rslora=True, target_parameters=MATRICES),
+    "experts of GLM": Case("glm4_moe", target_parameters=("gate_up_proj", "down_proj")),
+    "experts of Qwen3-Next": Case("qwen3_next", targets=[], target_parameters=MATRICES),
+    "experts of Granite": Case("granitemoe", target_parameters=("gate_up_proj", "down_proj")),
 } | {
     f"{model} {kind}": Case(model, type=kind)
     for model in (
-        *("qwen3_5", "olmo hybrid", "gemma3", "olmo2", "olmo3"),
+        *("qwen3_5", "olmo hybrid", "gemma3", "olmo2", "olmo3", "phi3"),
         *("granite", "glm4", "ministral3", "cohere2", "gemma4", "gemma4_shared"),
     )
     for kind in ("lora", "dora")
 }
-GATE_UP = "mlp.experts.gate_up_proj"
-DOWN = "mlp.experts.down_proj"
-E2E_CASES = {
-    "matrices of experts": Case("qwen3_moe", targets=[], target_parameters=(GATE_UP, DOWN))
-}
-SLOW_CASES |= {
-    "alternating rows of experts": Case("gpt_oss", targets=[], target_parameters=(DOWN, GATE_UP)),
-    "gate and up of experts": Case("gpt_oss", targets=["q_proj"], target_parameters=(GATE_UP,)),
-    "down of experts": Case("olmoe", targets=[], target_parameters=("down_proj",)),
-    "experts beside a shared one": Case("qwen3_5_moe", target_parameters=(GATE_UP, DOWN)),
-    "experts of Mixtral": Case("mixtral", use_rslora=True, target_parameters=(GATE_UP, DOWN)),
-    "experts of GLM": Case("glm4_moe", target_parameters=("gate_up_proj", "down_proj")),
-    "experts of Qwen3-Next": Case("qwen3_next", targets=[], target_parameters=(GATE_UP, DOWN)),
-    "experts of Granite": Case("granitemoe", target_parameters=("gate_up_proj", "down_proj")),
-} | {
-    f"{name} experts": Case(name)
-    for name, fields in oracle.MODELS.items()
-    if "num_experts_per_tok" in fields and name != "qwen3_next"
-}
-each_case = pytest.mark.parametrize(
-    "case",
-    [
-        *(pytest.param(case, id=name) for name, case in CASES.items()),
-        *(pytest.param(case, id=name, marks=pytest.mark.e2e) for name, case in E2E_CASES.items()),
-        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
-    ],
-)
+CASES |= {name: (case, pytest.mark.slow) for name, case in SLOW_CASES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +235,9 @@ def save(base: Base, resolved: ResolvedAdapter, table, trained, directory: pathl
     )
 
 
-@each_case
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in CASES.items()]
+)
 def test_an_export_has_the_same_loss_and_gradients_in_peft(tmp_path, base_of, case):
     base = base_of(case.model)
     resolved, table, trained = export(base, case.section, tmp_path / "adapter")

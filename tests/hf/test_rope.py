@@ -252,8 +252,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         ".rope_parameters.partial_rotary_factor = 0.3: ",
         "19 of 64",
     ),
-    ({"partial_rotary_factor": 1.5}, PHI, ".rope_parameters.partial_rotary_factor = 1.5: ", "1"),
-    ({"partial_rotary_factor": 0.5}, ALIKE, ".rope_parameters.partial_rotary_fac", "Leave it out"),
+    ({"partial_rotary_factor": 1.5}, PHI, ".partial_rotary_factor = 1.5: ", "1"),
+    ({"partial_rotary_factor": 0.5}, ALIKE, ".partial_rotary_factor = 0.5", "Leave it out"),
     (
         scaling({"rope_type": "linear", "factor": 8.0}),
         LAYERED,
