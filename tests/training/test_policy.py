@@ -352,8 +352,6 @@ def test_a_step_is_that_of_trl_on_every_mesh(name, small_shards):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon = 0.1", "sapo"]),
-        ({"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0}, ["delta = 2.0", "cispo"]),
         ({"loss_type": "cispo"}, ["epsilon_high", "epsilon_high=5.0"]),
         ({"loss_type": "luspo"}, ["importance_sampling_level", "=sequence"]),
         ({"loss_type": "vespo", **SEQUENCE}, ["importance_sampling_level", "=token"]),
