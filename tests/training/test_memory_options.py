@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jaxsp.attention.kernels.kernel import KernelSettings
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.reader import CheckpointMeta
@@ -25,6 +26,7 @@ from jaxsp.sharding import sharding
 from jaxsp.system import device_memory
 from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training import step_gradients, train_state, train_step
+from jaxsp.training.specs import make_spec
 from tests import batches, messages, tolerances
 from tests.training import runs
 
@@ -166,7 +168,20 @@ def test_only_layer_inputs_and_attention_are_offloaded():
     assert any(shape[-2:] == heads or shape == (model.num_heads // 4,) for shape in where), where
 
 
-# Errors and descriptions
+# Choices
+
+
+def test_a_step_with_other_values_is_the_step_of_that_config():
+    config = batches.make_config().step
+    devices = list(batches.mesh(1, 1, 4).devices.flat)
+    spec = make_spec(config.change(mesh={"seq": 2}), batches.model(), devices=devices)
+    changed = spec.respec(mesh={"seq": 4}, row_tokens=512)
+    assert changed == make_spec(changed.config, batches.model(), devices=devices)
+    assert changed.mesh.shape["seq"] == 4
+    assert changed.attention.strategy == combine(4)
+    remat = spec.respec(memory={"remat": "full"}, rows_per_step=16)
+    assert (remat.attention, remat.mesh) == (spec.attention, spec.mesh)
+    assert remat.config == spec.config.change(memory={"remat": "full"}, rows_per_step=16)
 
 
 @pytest.mark.parametrize(

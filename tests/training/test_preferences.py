@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.data import dataset
+from jaxsp.data import dataset, store
 from jaxsp.data.documents import Documents
 from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Kto, Orpo, PairSums, Robust, Simpo
 from jaxsp.training import step_gradients
@@ -91,7 +90,7 @@ def pack(spec):
         "second_reference": RECORDS.references[1::2],
     }
     row_tokens = spec.config.row_tokens
-    documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=row_tokens)
+    documents = Documents([store.from_columns(columns)], row_tokens=row_tokens)
     return dataset.pack_documents("pairs", documents, **spec.config.packing, digests=["x"])
 
 
