@@ -330,11 +330,11 @@ class CheckpointWriter:
     def _end_failed(self, write: _PendingWrite, first: int) -> WriteOutcome:
         """Removes what a failed write left. Args: first: index of the first failed process."""
         step = write.step
+        verb = "upload" if write.is_uploading else "write"
+        reason = f"process {first} could not {verb} its part"
         if write.is_uploading:
             self.uploads = None
-            reason = str(write.error or f"process {first} could not upload its part")
-            return WriteOutcome(step=step, failure=None, upload_failure=reason)
-        reason = f"process {first} could not write its part"
+            return WriteOutcome(step=step, failure=None, upload_failure=str(write.error or reason))
         if write.error is not None:
             # TensorStore puts the system's error code after long paths
             code = re.search(r"os_error_code='(\d+)'", str(write.error))
@@ -346,9 +346,8 @@ class CheckpointWriter:
             shutil.rmtree(self._partial_path(step), ignore_errors=True)
             free = retention.free_bytes(self.directory)
             if free is not None and free < self._num_bytes:
-                sizes = (self._num_bytes, free, self._num_bytes - free)
-                needed, left, missing = map(units.format_bytes, sizes)
-                reason += f" ({needed} needed, {left} free, {missing} missing)"
+                needed = units.format_bytes(self._num_bytes)
+                reason += f" ({needed} needed, {units.format_bytes(free)} free)"
         return WriteOutcome(step=step, failure=reason)
 
     def _partial_path(self, step: int) -> pathlib.Path:

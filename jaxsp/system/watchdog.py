@@ -47,9 +47,7 @@ class Activity:
     is_watched: bool = True
     """True if the next sign of progress has a time limit."""
     expected_s: float | None = None
-    """Seconds from one sign of progress to the next."""
-    estimated_s: float | None = None
-    """Upper estimate of these seconds by arithmetic, where they are unknown."""
+    """Seconds from one sign of progress to the next, at most; None: unknown."""
     is_writing: bool = False
     """True if bytes written to files are progress."""
     duration_s: float | None = None
@@ -110,11 +108,11 @@ class RunStatus:
         self.activity = Activity(description=description, expected_s=self.step_s or None)
 
     def dispatched(self, *, estimated_s: float | None = None) -> None:
-        """Records the dispatch of a step, which starts when the step before it is finished."""
+        """Records the dispatch of a step, which starts when the step before it is finished.
+        Args: estimated_s: upper estimate of its duration, for the first one."""
         self._num_running += 1
         if self._num_running == 1:  # it has started already
-            self.activity.estimated_s = estimated_s
-            self.activity.expected_s = self.step_s or None
+            self.activity.expected_s = self.step_s or estimated_s
 
     def finished(self, step: int, seconds: float) -> None:
         """Records the end of a step, and its duration."""
@@ -194,13 +192,10 @@ class Watchdog:
             return math.inf, ""
         if self.step_timeout is not None:
             return self.step_timeout.total_seconds(), "run.step_timeout"
-        if activity.expected_s is not None:
-            rule = f"{TIMEOUT_FACTOR} times the expected time"
-            return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s), rule
-        rule = "no step has finished"
-        if activity.estimated_s is None:
-            return MAX_TIMEOUT_S, rule
-        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.estimated_s), rule
+        if activity.expected_s is None:
+            return MAX_TIMEOUT_S, "no step has finished"
+        seconds = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s)
+        return seconds, f"{TIMEOUT_FACTOR} times the expected time"
 
     def _watch(self) -> None:
         last_check = time.monotonic()

@@ -33,29 +33,8 @@ ODD_TEXTS = [
     *("0x" + "f" * 5000, "9" * 5000, "1e400", ".nan", "-.inf", "1_0", "010", "12:30", "2026-13-01"),
     *("!!bool x", "!!int x", "!!float x", "!!timestamp x", "!!binary x", "!!null x", "!!omap [a]"),
     *("!!set {a}", "!!python/name:os.system", "!x 1", "&a [*a]", "*a", "[" * 100, "[" * 100_000),
-    *(
-        "{a: {b: c}}",
-        "{[1]: 2}",
-        "? [a]",
-        "a: b: c",
-        "@",
-        "`",
-        "%",
-        "\t",
-        "\0",
-        "\x1b[2J",
-        "\u2028",
-    ),
-    *(
-        "'",
-        '"\\ud800"',
-        "- a\n- b",
-        "a" * 100_000,
-        ",".join("a" * 10_000),
-        "\ufeff",
-        "~x/y",
-        "s3://",
-    ),
+    *("{a: {b: c}}", "{[1]: 2}", "? [a]", "a: b: c", *"@`%\t\0'", "\x1b[2J", "\u2028"),
+    *('"\\ud800"', "- a\n- b", "a" * 100_000, ",".join("a" * 10_000), "\ufeff", "~x/y", "s3://"),
 ]
 """Text of YAML in place of values."""
 
@@ -162,36 +141,25 @@ def check_config(rng: random.Random) -> None:
     config_file.load("config.yaml", changes)
 
 
+SMALL = batches.SMALL_LLAMA
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4}
 MODELS = [
-    *(
-        batches.SMALL_LLAMA | {"model_type": name}
-        for name in ("llama", "mistral", "qwen2", "qwen3")
-    ),
-    *(
-        batches.SMALL_LLAMA | {"model_type": name, "head_dim": 8}
-        for name in ("gemma2", "gemma3_text")
-    ),
-    batches.SMALL_LLAMA | {"model_type": "phi3", "pad_token_id": 0},
-    {"model_type": "gemma3", "text_config": batches.SMALL_LLAMA | {"model_type": "gemma3_text"}},
-    batches.SMALL_LLAMA
-    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32}, "hidden_act": "silu"}
-    | {"layer_types": ["full_attention"], "sliding_window": 16, "eos_token_id": [1, 2]},
-    batches.SMALL_LLAMA
-    | {
-        "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4},
-        "hidden_act": "gelu",
-    }
-    | {"long_factor": [1.0] * 4, "max_position_embeddings": 64, "quantization_config": {}},
+    *(SMALL | {"model_type": name} for name in ("llama", "mistral", "qwen2", "qwen3")),
+    *(SMALL | {"model_type": name, "head_dim": 8} for name in ("gemma2", "gemma3_text")),
+    SMALL | {"model_type": "phi3", "pad_token_id": 0},
+    {"model_type": "gemma3", "text_config": SMALL | {"model_type": "gemma3_text"}},
+    SMALL
+    | {"rope_scaling": YARN, "hidden_act": "silu", "layer_types": ["full_attention"]}
+    | {"sliding_window": 16, "eos_token_id": [1, 2]},
+    SMALL
+    | {"rope_parameters": LONGROPE, "hidden_act": "gelu", "long_factor": [1.0] * 4}
+    | {"max_position_embeddings": 64, "quantization_config": {}},
 ]
 
 ADAPTER = {
-    "peft_type": "LORA",
-    "r": 4,
-    "lora_alpha": 8,
-    "target_modules": ["q_proj", "v_proj"],
-    "modules_to_save": None,
-    "exclude_modules": None,
-    "layers_to_transform": None,
+    **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    **dict.fromkeys(("modules_to_save", "exclude_modules", "layers_to_transform"), None),
     "use_rslora": False,
 }
 
@@ -206,13 +174,8 @@ def check_model(rng: random.Random) -> None:
         fields = batches.SMALL_LLAMA
         changes = ["adapter.type=lora", "adapter.source=adapter"]
     else:
-        names = (
-            "hidden_act",
-            "rope_scaling",
-            "rope_theta",
-            "sliding_window",
-            "tie_word_embeddings",
-        )
+        names = ["hidden_act", "rope_scaling", "rope_theta", "sliding_window"]
+        names += ["tie_word_embeddings"]
         if rng.random() < 0.3:
             fields[rng.choice(names)] = rng.choice(ODD_VALUES)
         for _ in range(rng.randint(1, 2)):

@@ -42,7 +42,6 @@ def activity(**fields):
         (None, activity(expected_s=1.0), 600),
         (None, activity(expected_s=200.0), 2000),
         (None, activity(), 86_400),  # the first step, whose duration is unknown
-        (None, activity(estimated_s=90.0), 900),
         (timedelta(minutes=30), activity(), 1800),
         (timedelta(minutes=30), activity(expected_s=1.0), 1800),
         (timedelta(minutes=30), activity(is_watched=False), math.inf),  # compiling
@@ -164,6 +163,10 @@ def test_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nothing(
 
 
 def test_the_expected_time_of_a_step_is_the_median_of_the_last_ones():
+    status = RunStatus()
+    status.waiting_for_step(0)
+    status.dispatched(estimated_s=90.0)
+    assert status.activity.expected_s == 90.0
     status = RunStatus()
     for step, seconds in enumerate([9.0, 30.0, 10.0], 1):
         status.dispatched()
