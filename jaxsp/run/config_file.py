@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any
 
-from jaxsp.attention.strategies.attention_config import AttentionConfig
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.config import config_file, yaml_io
 from jaxsp.config.config_errors import Schema

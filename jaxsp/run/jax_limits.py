@@ -7,8 +7,8 @@ import contextlib
 import os
 
 from jaxsp.attention.selection import choose_strategy
-from jaxsp.attention.strategies.strategy import combine
-from jaxsp.attention.strategies.workload import count_workloads
+from jaxsp.attention.strategy import combine
+from jaxsp.attention.workload import count_workloads
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft

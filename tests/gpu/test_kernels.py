@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.attend import Attend, make_attend
-from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_limits
-from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
-from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload, ScoreConfig
+from jaxsp.attention.kernels import cudnn_bins, cudnn_limits, segments
+from jaxsp.attention.kernels.cudnn import CudnnKernel
+from jaxsp.attention.kernels.kernel import AttentionWorkload, KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.segments import Segments
 from jaxsp.attention.selection import TOKEN_EXCHANGES
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategy import combine
 from tests import batches, tolerances
 from tests.attention import oracle
 
@@ -26,7 +25,7 @@ def require_support(gpu):
     """A function that skips the test if cuDNN does not support a workload on this GPU."""
 
     def check(max_segments, head_dim=64, window=None):
-        work = KernelWorkload(
+        work = AttentionWorkload(
             num_heads=8,
             num_kv_heads=8,
             head_dim=head_dim,

@@ -12,7 +12,7 @@ import pytest
 
 from jaxsp.attention.attend import as_kernel, make_attend
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategy import combine
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.attention.attend import as_kernel, make_attend
-from jaxsp.attention.chunks import halo_exchange
-from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention import halo
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.attend import make_attend
+from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
-from jaxsp.attention.strategies.all_gather import AllGather
-from jaxsp.attention.strategies.ring import Ring
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.ring import Ring
+from jaxsp.attention.selection import KERNELS
+from jaxsp.attention.strategy import combine
 from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.core.errors import UserError
 from jaxsp.delta_rule import chunk, delta_rule, stitching
@@ -39,7 +39,8 @@ def make_check(kernel, **changes):
         "settings": KernelSettings(),
         "strategy": combine(1),
     }
-    return selfcheck.check_attention(as_kernel(kernel), **arguments | changes)
+    kernel = KERNELS[kernel] if isinstance(kernel, str) else oracle.FunctionKernel(kernel)
+    return selfcheck.check_attention(kernel, **arguments | changes)
 
 
 def differences(kernel, **changes):
@@ -142,7 +143,7 @@ def test_windows_over_chunks_are_checked(monkeypatch):
         first, last = (jnp.zeros_like(x[:, :, -halo.num_tokens :]) for x in kv)
         return first, last
 
-    monkeypatch.setattr(halo_exchange, "receive_halos", receive_nothing)
+    monkeypatch.setattr(halo, "receive_halos", receive_nothing)
     assert max(differences("blockwise", **changes).values()) > TOLERANCE
 
 

@@ -427,7 +427,8 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
     monkeypatch.setattr(fit, "read_memory_use", measured)
     spec = runs.make_spec(memory, row_tokens=row_tokens)
     settings = KernelSettings(workspace_bytes=node.uncounted)
-    choice = dataclasses.replace(spec.attention, settings=settings)
+    kernel = dataclasses.replace(spec.attention.kernels[0], settings=settings)
+    choice = dataclasses.replace(spec.attention, kernels=(kernel,))
     return fit.compile_fitting_step(dataclasses.replace(spec, attention=choice))
 
 

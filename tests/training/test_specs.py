@@ -1,6 +1,6 @@
 """A step is varied by its config: attention follows where it depends on what changed."""
 
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategy import combine
 from jaxsp.training.specs import make_spec
 from tests import batches
 

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxsp.attention.strategies.all_gather import AllGather
-from jaxsp.attention.strategies.ring import Ring
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategy import combine
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.optimizers import optimizer
