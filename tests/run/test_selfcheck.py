@@ -18,7 +18,7 @@ from jaxsp.attention.selection import KERNELS
 from jaxsp.attention.strategy import combine
 from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.core.errors import UserError
-from jaxsp.delta_rule import chunk, delta_rule, stitching
+from jaxsp.delta_rule import chunk, delta_rule
 from jaxsp.planning import absent
 from jaxsp.run import selfcheck
 from jaxsp.run.selfcheck import KernelCheck
@@ -284,7 +284,7 @@ def carry_states_over(monkeypatch):
 
 def lose_states_between_sections(monkeypatch):
     monkeypatch.setattr(
-        stitching, "stitch", lambda maps, spans, is_reversed=False: jnp.zeros_like(maps.u)
+        delta_rule, "stitch", lambda maps, spans, is_reversed=False: jnp.zeros_like(maps.u)
     )
 
 
