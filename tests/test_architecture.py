@@ -35,7 +35,7 @@ def read_packages(repo: pathlib.Path) -> tuple[list[list[str]], set[str]]:
 
 LAYERS, _ = read_packages(REPO)
 
-PRIVATE_JAX = ("jaxsp.attention.kernels.cudnn.cudnn_calls", "jaxsp.system.distributed")
+PRIVATE_JAX = ("jaxsp.attention.kernels.cudnn_calls", "jaxsp.system.distributed")
 """The only modules that may use `jax._src`: cuDNN's calls, and the key-value store of processes."""
 
 NON_EMPTY_INIT = ("jaxsp/__init__.py",)

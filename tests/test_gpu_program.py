@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jaxsp.attention.kernels.cudnn import cudnn_bins
+from jaxsp.attention.kernels import cudnn_bins
 from jaxsp.hf import model_config, published
 from jaxsp.planning import absent, hlo, memory_problems, planner
 from jaxsp.run import config_file

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxsp.attention.attend import Attend
 from jaxsp.attention.selection import AttentionChoice
-from jaxsp.attention.strategies.workload import GroupRows
+from jaxsp.attention.workload import GroupRows
 from jaxsp.blocks.block_config import NormNames
 from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys

@@ -18,7 +18,7 @@ from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, activate, declare_param, scale
 from jaxsp.blocks.linear import Linear
 from jaxsp.blocks.mlp import Mlp
-from jaxsp.experts import kernels, places, routing
+from jaxsp.experts import kernels, routing, tiled
 
 
 class Experts(FeedForward):
@@ -196,12 +196,12 @@ class Experts(FeedForward):
         F = sizes.size
         shared_size = sizes.shared_size or 0
         empty = 0
-        # Of the places, a third may be empty (`places.choose_tiles`)
+        # Of the places, a third may be empty (`tiled.choose_tiles`)
         of_slots = 5 * sizes.num_chosen // 2 * D
         if sizes.kernel != "xla":
             # All places at once, with empty ones of each expert's last tile
             of_slots = sizes.num_chosen * _place_elements(config)
-            empty = (places.KERNEL_TILE - 1) * sizes.num_experts * _place_elements(config)
+            empty = (tiled.KERNEL_TILE - 1) * sizes.num_experts * _place_elements(config)
         gradients = 3 * sizes.num_experts * F * D
         if config.lora is not None:
             targets = config.lora.target_parameters

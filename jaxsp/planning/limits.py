@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxsp.attention.strategies import nodes
-from jaxsp.attention.strategies.strategy import Strategy
-from jaxsp.attention.strategies.workload import LayerWorkload, count_workloads
+from jaxsp.attention import nodes
+from jaxsp.attention.strategy import Strategy
+from jaxsp.attention.workload import AttentionWorkload, count_workloads
 from jaxsp.core import axes
 from jaxsp.core.units import GIB
 from jaxsp.planning import estimate, gpus
@@ -58,7 +58,7 @@ def outside_bytes(spec: StepSpec) -> float:
 
 
 def nccl_bytes(
-    sizes: Mapping[str, int], strategy: Strategy, workloads: Iterable[LayerWorkload] = ()
+    sizes: Mapping[str, int], strategy: Strategy, workloads: Iterable[AttentionWorkload] = ()
 ) -> float:
     """Estimate of NCCL's buffers on each device, with hardware.DEVICES_PER_NODE devices per node.
 

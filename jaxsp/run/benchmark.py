@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.attention.strategies.workload import HasHeads
+from jaxsp.attention.workload import HasHeads
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.planning import fit, gpus, meshes, report, step_time

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from jaxsp.attention.strategies.attention_config import AttentionConfig
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.config import config_file, fields, yaml_io
 from jaxsp.config.config_errors import Schema

@@ -18,8 +18,8 @@ import rich.console
 from jax.experimental import multihost_utils
 
 from jaxsp.attention.selection import choose_strategy
-from jaxsp.attention.strategies.strategy import combine
-from jaxsp.attention.strategies.workload import count_workloads
+from jaxsp.attention.strategy import combine
+from jaxsp.attention.workload import count_workloads
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader, retention, run_paths
 from jaxsp.core import units

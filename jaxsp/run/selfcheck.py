@@ -17,10 +17,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
-from jaxsp.attention.strategies.strategy import Strategy, combine
+from jaxsp.attention.strategy import Strategy, combine
 from jaxsp.blocks import float8
 from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.core.errors import UserError, first_line

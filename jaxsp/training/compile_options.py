@@ -24,7 +24,7 @@ import jaxlib
 from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
-from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
 from jaxsp.model.remat import RematPolicy

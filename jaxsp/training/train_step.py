@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxsp.attention.attend import find_collectives
-from jaxsp.attention.strategies.workload import count_workloads
+from jaxsp.attention.workload import count_workloads
 from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.core import axes
 from jaxsp.core.batch import Batch

@@ -25,9 +25,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
-from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
-from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload
+from jaxsp.attention.kernels import cudnn_calls, cudnn_limits
+from jaxsp.attention.kernels.cudnn_limits import CallSplit
+from jaxsp.attention.kernels.kernel import AttentionWorkload, KernelSettings
 from jaxsp.checkpoint import reader, run_paths, writer
 from jaxsp.core.units import GIB
 from jaxsp.planning import limits
@@ -136,25 +136,25 @@ _WORKSPACES = ((32, 8, 1), (32, 8, 64), (8, 8, 64))
 
 
 def measure_workspace(folder: pathlib.Path) -> Iterator[Number]:
-    """Compiles attention and compares cuDNN's workspace with `cudnn_memory.workspace_bytes`."""
+    """Compiles attention and compares cuDNN's workspace with `cudnn_limits.workspace_bytes`."""
     device = jax.devices()[0]
     for num_heads, num_kv_heads, max_segments in _WORKSPACES:
         work = make_workload(num_heads, num_kv_heads, max_segments)
-        work = cudnn_memory.adapt_to_devices(work, [device])
-        split = cudnn_memory.choose_split(work)
+        work = cudnn_limits.adapt_to_devices(work, [device])
+        split = cudnn_limits.choose_split(work)
         program = compile_attention(work, split, device).as_text() or ""
         workspace = cudnn_calls.read_workspace_bytes(program)
         if workspace is not None:
-            ratio = workspace / cudnn_memory.workspace_bytes(work, split)
+            ratio = workspace / cudnn_limits.workspace_bytes(work, split)
             kind = f"{num_heads}/{num_kv_heads} heads, up to {max_segments} documents"
             yield Number(f"workspace over formula, {kind}", ratio, "", 0.9, 1.03)
 
 
 def make_workload(
     num_heads: int, num_kv_heads: int, max_segments: int, *, row_tokens: int = 32768
-) -> KernelWorkload:
+) -> AttentionWorkload:
     """Attention over one row in bfloat16."""
-    return KernelWorkload(
+    return AttentionWorkload(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=128,
@@ -166,7 +166,9 @@ def make_workload(
     )
 
 
-def compile_attention(work: KernelWorkload, split: CallSplit, device: Any) -> jax.stages.Compiled:
+def compile_attention(
+    work: AttentionWorkload, split: CallSplit, device: Any
+) -> jax.stages.Compiled:
     """Compiles cuDNN's attention, forward and backward, for a device."""
     settings = KernelSettings(**split._asdict(), copies_segments=work.copies_segments)
     attend = make_attend(kernel="cudnn", settings=settings)

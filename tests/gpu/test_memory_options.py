@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.attend import as_kernel, make_attend
+from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategy import combine
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.retention import CheckpointConfig
@@ -25,6 +25,7 @@ from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options, train_state, train_step
 from jaxsp.training.specs import make_spec
 from tests import batches, tolerances
+from tests.attention import oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -248,7 +249,7 @@ def test_the_check_detects_attention_that_ignores_segments(gpu):
         return attend(q, k, v, one, jnp.full_like(one, q.shape[1]))
 
     check = selfcheck.check_attention(
-        as_kernel(ignore_segments),
+        oracle.FunctionKernel(ignore_segments),
         heads=(8, 2),
         head_dim=64,
         max_segments=64,

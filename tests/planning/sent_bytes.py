@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxsp.attention.strategies.workload import count_workloads
+from jaxsp.attention.workload import count_workloads
 from jaxsp.blocks import layers
 from jaxsp.blocks.block import Workload
 from jaxsp.blocks.config import DELTA_NET, ModelConfig

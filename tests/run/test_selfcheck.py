@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.attention.attend import as_kernel, make_attend
-from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.attend import make_attend
+from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.selection import KERNELS
+from jaxsp.attention.strategy import combine
 from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.core.errors import UserError
-from jaxsp.delta_rule import chunk, delta_rule, stitching
+from jaxsp.delta_rule import chunk, delta_rule
 from jaxsp.planning import absent
 from jaxsp.run import selfcheck
 from jaxsp.run.selfcheck import KernelCheck
@@ -35,7 +35,8 @@ def make_check(kernel, **changes):
         "settings": KernelSettings(),
         "strategy": combine(1),
     }
-    return selfcheck.check_attention(as_kernel(kernel), **arguments | changes)
+    kernel = KERNELS[kernel] if isinstance(kernel, str) else oracle.FunctionKernel(kernel)
+    return selfcheck.check_attention(kernel, **arguments | changes)
 
 
 def differences(kernel, **changes):
@@ -220,7 +221,7 @@ def carry_states_over(monkeypatch):
 
 def lose_states_between_sections(monkeypatch):
     monkeypatch.setattr(
-        stitching, "stitch", lambda maps, spans, is_reversed=False: jnp.zeros_like(maps.u)
+        delta_rule, "stitch", lambda maps, spans, is_reversed=False: jnp.zeros_like(maps.u)
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.attend import Attend, make_attend
-from jaxsp.attention.strategies.strategy import Strategy
+from jaxsp.attention.strategy import Strategy
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter, Weights

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.strategies.strategy import Strategy
+from jaxsp.attention.strategy import Strategy
 from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.blocks.config import DELTA_NET, Lora, ModelConfig
 from jaxsp.core.batch import NO_LABEL

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxsp.attention.kernels.kernel import KernelSettings
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategy import combine
 from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.reader import CheckpointMeta

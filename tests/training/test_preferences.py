@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.strategies.ring import Ring
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategy import combine
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.data import dataset, store
 from jaxsp.data.documents import Documents

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.attention.strategies.all_gather import AllGather
-from jaxsp.attention.strategies.ring import Ring
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategy import combine
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.training import train_step
 from jaxsp.training.train_state import TrainState

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsp.attention.strategies.workload import LayerWorkload
+from jaxsp.attention.kernels.kernel import AttentionWorkload
 from jaxsp.core import axes
 
 
@@ -53,17 +53,18 @@ class Ulysses:
         """Number of copies of each K/V head, so that the copies divide evenly among devices."""
         return math.lcm(num_kv_heads, self.degree) // num_kv_heads
 
-    def exchange_workload(self, workload: LayerWorkload) -> LayerWorkload:
+    def exchange_workload(self, workload: AttentionWorkload) -> AttentionWorkload:
         """The workload after the first all-to-all: more tokens of fewer heads."""
         heads, kv_heads = self.local_heads(workload.num_heads, workload.num_kv_heads)
         return dataclasses.replace(
             workload,
-            tokens_per_device=workload.tokens_per_device * self.degree,
+            seq=workload.seq // self.degree,
+            ulysses_degree=self.degree,
             num_heads=heads,
             num_kv_heads=kv_heads,
         )
 
-    def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+    def sent_bytes(self, workload: AttentionWorkload) -> dict[str, int]:
         """Returns the bytes that one device sends to others per layer and microbatch, forward and
         backward, by collective operation."""
         if self.degree == 1:
@@ -75,7 +76,7 @@ class Ulysses:
         # The third pass recomputes the layer. Saving the kernel's output does not avoid it: the
         # kernel's backward pass needs q, k and v sharded by heads, and the output projection needs
         # the output sharded by tokens
-        num_passes = 3 if workload.recomputes_projections else 2
+        num_passes = 2 if workload.remat == "none" else 3
         return {"all-to-all": num_passes * (local_bytes - local_bytes // self.degree)}
 
     def to_heads(

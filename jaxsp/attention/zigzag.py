@@ -7,27 +7,29 @@ in parts (partial_attention.py), except in layers with a sliding window: see hal
 import abc
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Float32
 
-from jaxsp.attention.chunks import halo
-from jaxsp.attention.chunks.chunk_group import ChunkGroup
-from jaxsp.attention.chunks.halo_exchange import Halo
-from jaxsp.attention.chunks.partial_attention import LocalSegments
+from jaxsp.attention import halo
+from jaxsp.attention.attention_config import AttentionConfig
+from jaxsp.attention.halo import Halo
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import (
+    AttentionFunctions,
+    AttentionWorkload,
     ChunkKernel,
+    Gradients,
     Kernel,
     KernelSettings,
-    KernelWorkload,
+    Saved,
     ScoreConfig,
 )
-from jaxsp.attention.kernels.residuals import AttentionFunctions, Gradients, Saved
 from jaxsp.attention.kernels.segments import Segments
-from jaxsp.attention.strategies.attention_config import AttentionConfig
-from jaxsp.attention.strategies.token_exchange import TokenExchange
-from jaxsp.attention.strategies.workload import LayerWorkload
+from jaxsp.attention.partial_attention import LocalSegments
+from jaxsp.attention.strategy import TokenExchange
+from jaxsp.core.layout import Layout
 
 MIN_CHUNK_TOKENS = 1024
 """Divisor of the tokens of a chunk if `auto` chooses more than 2 per device. Each chunk adds calls
@@ -35,10 +37,13 @@ of the kernel, and the memory of cuDNN's bins grows if chunks are short."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Zigzag(ChunkGroup, TokenExchange):
+class Zigzag(TokenExchange):
     """Base class of exchanges whose devices keep their queries."""
 
     options = frozenset({"chunks_per_device"})
+
+    chunks_per_device: int = 2
+    """Number of chunks of a row that a device holds: a power of 2, at least 2."""
 
     @abc.abstractmethod
     def forward(
@@ -55,81 +60,64 @@ class Zigzag(ChunkGroup, TokenExchange):
     def backward(self, kernel: ChunkKernel, saved: Saved, segments: Segments) -> Gradients:
         """dq, dk and dv of this device's tokens."""
 
+    @abc.abstractmethod
+    def chunk_sent_bytes(self, workload: AttentionWorkload) -> dict[str, int]:
+        """`sent_bytes` of layers without a window."""
+
     @classmethod
     def from_config(
-        cls, requested: AttentionConfig, workload: LayerWorkload, *, degree: int
+        cls, requested: AttentionConfig, workload: AttentionWorkload, *, degree: int, **options: Any
     ) -> TokenExchange:
         chunks = choose_chunks_per_device(requested, workload, degree=degree)
-        return cls(degree=degree, chunks_per_device=chunks)
+        return cls(degree=degree, chunks_per_device=chunks, **options)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(degree=self.degree, chunks_per_device=self.chunks_per_device)
 
     @property
     def description(self) -> str:
-        return super().description + self._chunks_suffix
+        if self.chunks_per_device == 2:  # those of one round
+            return super().description
+        return f"{super().description} ({self.chunks_per_device} chunks each)"
 
-    @property
-    def _chunks_suffix(self) -> str:
-        """End of the description if devices hold more than the 2 chunks of one round."""
-        if self.chunks_per_device == 2:
-            return ""
-        return f" ({self.chunks_per_device} chunks each)"
-
-    def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
-        chunks = self.chunk_workload(workload)
-        if not workload.has_window:
-            return chunks
+    def kernel_workload(self, workload: AttentionWorkload) -> AttentionWorkload:
+        halo = self._find_halo(workload)
         return dataclasses.replace(
-            workload.to_kernel_workload(),
-            num_rows=chunks.num_rows,
-            row_tokens=self._find_halo(workload).row_tokens,
-            chunks_per_row=chunks.chunks_per_row,
-            chunks_per_device=chunks.chunks_per_device,
-        )
-
-    def chunk_workload(self, workload: LayerWorkload) -> KernelWorkload:
-        """The workload of layers without a window."""
-        chunks_per_row = self.layout.num_chunks
-        chunk_tokens = workload.row_tokens // chunks_per_row
-        return dataclasses.replace(
-            workload.to_kernel_workload(),
-            num_rows=self.chunks_per_device * workload.num_rows,
-            row_tokens=chunk_tokens,
-            chunks_per_row=chunks_per_row,
+            workload,
+            chunk_tokens=halo.row_tokens if workload.has_window else halo.chunk_tokens,
+            num_earlier_keys=0 if workload.has_window else halo.chunk_tokens,
+            window=workload.window if workload.has_window else None,
+            chunks_per_row=self.layout.num_chunks,
             chunks_per_device=self.chunks_per_device,
-            num_earlier_keys=chunk_tokens,
-            window=None,
         )
 
-    def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+    def sent_bytes(self, workload: AttentionWorkload) -> dict[str, int]:
         if not workload.has_window:
             return self.chunk_sent_bytes(workload)
         hop_tokens = self._find_halo(workload).hop_tokens
         if self.degree == 1 or not hop_tokens:
             return {}
-        # k and v forward and backward, and their gradients: see `halo_exchange.return_halos`
+        # k and v forward and backward, and their gradients: see `halo.return_halos`
         num_chunks = self.chunks_per_device * workload.num_rows
         kv_elements = num_chunks * 2 * workload.num_kv_heads * workload.head_dim
         in_float32 = sum(hop_tokens[1:-1])
         passes = 3 * sum(hop_tokens) - in_float32
-        if workload.recomputes_attention and workload.has_other_kinds:
+        if workload.remat == "full" and workload.has_other_kinds:
             passes += sum(hop_tokens)
         size = passes * workload.itemsize + in_float32 * 4
         return {"collective-permute": kv_elements * size}
 
-    def _find_halo(self, workload: LayerWorkload) -> Halo:
-        """The halo of layers with a window."""
-        assert workload.window is not None
+    def _find_halo(self, workload: AttentionWorkload) -> Halo:
+        """The halo of layers with this window."""
         num_chunks = self.layout.num_chunks
         return Halo(
-            window=workload.window,
+            window=workload.window or 1,
             chunk_tokens=workload.row_tokens // num_chunks,
             num_chunks=num_chunks,
         )
 
-    @abc.abstractmethod
-    def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
-        """`sent_bytes` of layers without a window."""
-
-    def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
+    def backward_bytes(self, workload: AttentionWorkload, settings: KernelSettings) -> int:
         q, kv = workload.qkv_bytes
         inputs = 3 * q + kv  # with the output and its gradient
         if not workload.has_window:
@@ -142,7 +130,6 @@ class Zigzag(ChunkGroup, TokenExchange):
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
         chunks = kernel.make_chunk_kernel(settings, score)
-        assert chunks is not None, "selection.raise_if_whole_rows_only refuses it"
         if score.window is not None:
             return halo.make_functions(self, chunks, score.window)
         return AttentionFunctions(
@@ -176,7 +163,7 @@ class Zigzag(ChunkGroup, TokenExchange):
 
 
 def choose_chunks_per_device(
-    requested: AttentionConfig, workload: LayerWorkload, *, degree: int
+    requested: AttentionConfig, workload: AttentionWorkload, *, degree: int
 ) -> int:
     """Chooses the requested number; `auto` is the largest with chunks of MIN_CHUNK_TOKENS.
 
@@ -188,14 +175,5 @@ def choose_chunks_per_device(
         return requested.chunks_per_device
     if workload.has_windowed_kinds or workload.max_segments == 1:
         return 2
-    row_tokens = workload.row_tokens
-    num_devices = workload.row_tokens // workload.tokens_per_device
-    return next(
-        chunks
-        for chunks in (16, 8, 4, 2)
-        if chunks == 2
-        or (
-            row_tokens % (MIN_CHUNK_TOKENS * chunks * degree) == 0
-            and row_tokens % (chunks * num_devices) == 0
-        )
-    )
+    fitting = (n for n in (16, 8, 4) if workload.row_tokens % (MIN_CHUNK_TOKENS * n * degree) == 0)
+    return next(fitting, 2)

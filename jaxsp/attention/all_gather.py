@@ -20,16 +20,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsp.attention.chunks import chunk_calls, partial_attention
-from jaxsp.attention.chunks.chunk_calls import Call, ChunkTokens
-from jaxsp.attention.chunks.partial_attention import LocalSegments
-from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
-from jaxsp.attention.kernels.residuals import Gradients, Saved
+from jaxsp.attention import chunk_calls, partial_attention
+from jaxsp.attention.attention_config import AttentionConfig
+from jaxsp.attention.chunk_calls import Call, ChunkTokens
+from jaxsp.attention.kernels.kernel import (
+    AttentionWorkload,
+    ChunkKernel,
+    Gradients,
+    Saved,
+    divisors,
+)
 from jaxsp.attention.kernels.segments import Segments
-from jaxsp.attention.strategies.attention_config import AttentionConfig
-from jaxsp.attention.strategies.token_exchange import TokenExchange
-from jaxsp.attention.strategies.workload import LayerWorkload
-from jaxsp.attention.strategies.zigzag import Zigzag, choose_chunks_per_device
+from jaxsp.attention.partial_attention import LocalSegments
+from jaxsp.attention.strategy import TokenExchange
+from jaxsp.attention.zigzag import Zigzag
 from jaxsp.core import axes, errors
 
 
@@ -46,15 +50,14 @@ class AllGather(Zigzag):
 
     @classmethod
     def from_config(
-        cls, requested: AttentionConfig, workload: LayerWorkload, *, degree: int
+        cls, requested: AttentionConfig, workload: AttentionWorkload, *, degree: int, **options: Any
     ) -> TokenExchange:
-        return cls(
-            degree=degree,
-            chunks_per_device=choose_chunks_per_device(requested, workload, degree=degree),
-            kv_heads_per_gather=requested.kv_heads_per_gather or 1,
+        number = requested.kv_heads_per_gather or 1
+        return super().from_config(
+            requested, workload, degree=degree, kv_heads_per_gather=number, **options
         )
 
-    def find_problem(self, workload: LayerWorkload) -> str | None:
+    def find_problem(self, workload: AttentionWorkload) -> str | None:
         kv_heads = workload.num_kv_heads
         if kv_heads % self.kv_heads_per_gather == 0:
             return None
@@ -65,31 +68,35 @@ class AllGather(Zigzag):
 
     @property
     def description(self) -> str:
-        return f"{self.name} of {self.degree} by {self.kv_heads_per_gather}{self._chunks_suffix}"
+        name, of_degree, chunks = super().description.partition(f" of {self.degree}")
+        return f"{name}{of_degree} by {self.kv_heads_per_gather}{chunks}"
 
     @property
     def config_fields(self) -> dict[str, Any]:
         return {"kv_heads_per_gather": self.kv_heads_per_gather}
 
-    def chunk_workload(self, workload: LayerWorkload) -> KernelWorkload:
-        """The workload of one gather's heads in layers without a window: a chunk's queries with the
-        keys of the whole row."""
+    def kernel_workload(self, workload: AttentionWorkload) -> AttentionWorkload:
+        """Without a window: a chunk's queries with the keys of the whole row, for the heads of one
+        gather."""
+        chunks = super().kernel_workload(workload)
+        if workload.has_window:
+            return chunks
         heads_per_kv_head = workload.num_heads // workload.num_kv_heads
         return dataclasses.replace(
-            super().chunk_workload(workload),
+            chunks,
             num_heads=heads_per_kv_head * self.kv_heads_per_gather,
             num_kv_heads=self.kv_heads_per_gather,
             num_earlier_keys=workload.row_tokens,
         )
 
-    def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+    def chunk_sent_bytes(self, workload: AttentionWorkload) -> dict[str, int]:
         tokens = workload.num_rows * workload.tokens_per_device
         head_elements = (self.degree - 1) * tokens * 2 * workload.head_dim
         kv_heads = workload.num_kv_heads
         num_gathered = 2 * kv_heads
-        if workload.recomputes_attention and workload.has_other_kinds:
+        if workload.remat == "full" and workload.has_other_kinds:
             num_gathered += kv_heads
-        elif workload.recomputes_attention and kv_heads > 2 * self.kv_heads_per_gather:
+        elif workload.remat == "full" and kv_heads > 2 * self.kv_heads_per_gather:
             # Forward again, except the first gather, which the backward pass has too. With two
             # gathers, XLA unrolls the loop of one step, and the backward pass has both
             num_gathered += kv_heads - self.kv_heads_per_gather

@@ -7,7 +7,10 @@ computes:
     keys of device (chunks)   0 (0, 7)    1 (1, 6)                 2 (2, 5)    3 (3, 4)
     queries x keys            6x0, 1x0    6x1, 1x1 and 6x6 causal  6x2, 6x5    6x3, 6x4
 
-Which hops the segments of a microbatch's rows need is the same on all devices: ring_hops.py.
+A segment needs the hop from one device to another if it has keys on the first and later queries on
+the second. Segments within one chunk need none, and those of a few chunks need few: chunks that
+follow each other are on neighboring devices. All devices of the mesh must make the same hops,
+although only a group knows its rows, so one small all-reduce per microbatch finds what any needs.
 
 Source: Liu et al. 2023, arXiv:2310.01889. The balanced order is that of Megatron-LM and
 zhuzilin/ring-flash-attention. Differs: rows are packed, and only one segment can have tokens in
@@ -18,23 +21,43 @@ segment needs are left out.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Int32
 
-from jaxsp.attention.chunks import chunk_calls, partial_attention, ring_hops
-from jaxsp.attention.chunks.chunk_calls import Call, ChunkTokens
-from jaxsp.attention.chunks.partial_attention import PartialAttention, Sums
-from jaxsp.attention.chunks.ring_hops import RingHops
-from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings
-from jaxsp.attention.kernels.residuals import Gradients, Saved
+from jaxsp.attention import chunk_calls, partial_attention
+from jaxsp.attention.chunk_calls import Call, ChunkTokens
+from jaxsp.attention.kernels.kernel import (
+    AttentionWorkload,
+    ChunkKernel,
+    Gradients,
+    Kernel,
+    KernelSettings,
+    Saved,
+)
 from jaxsp.attention.kernels.segments import Segments
-from jaxsp.attention.strategies.workload import LayerWorkload
-from jaxsp.attention.strategies.zigzag import Zigzag
+from jaxsp.attention.partial_attention import PartialAttention, Sums
+from jaxsp.attention.zigzag import Zigzag
 from jaxsp.core import axes
+from jaxsp.core.layout import Layout
+
+HOPS_SCOPE = "ring_hops_up_to_all"
+"""Scope of the conditional that selects the hops. Its last branch makes all hops."""
+
+NO_HOPS, NEAR_HOPS, ALL_HOPS = range(3)
+"""Values of `RingHops.extent`."""
+
+
+class RingHops(NamedTuple):
+    """Hops that any row of a microbatch needs, on any device of the mesh."""
+
+    extent: Int32[Array, ""]
+    """NO_HOPS, NEAR_HOPS, or ALL_HOPS. All are made one after another if a far one is needed."""
+    needs_near: Bool[Array, "n"]
+    """True for the near hops that are needed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,13 +67,13 @@ class Ring(Zigzag):
     name = "ring"
     has_ring_steps = True
 
-    def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+    def chunk_sent_bytes(self, workload: AttentionWorkload) -> dict[str, int]:
         if self.degree == 1:
             return {}
         tokens = workload.num_rows * workload.tokens_per_device
         kv_elements = tokens * 2 * workload.num_kv_heads * workload.head_dim
         hops = 2 * (self.degree - 1)
-        if workload.recomputes_attention:
+        if workload.remat == "full":
             hops += self.degree - 1
         # Gradients make seq - 1 hops in float32, and the last one, to the device that owns them, in
         # the dtype of k and v
@@ -60,7 +83,7 @@ class Ring(Zigzag):
     def make_tables(
         self, kernel: Kernel, settings: KernelSettings, rows: Segments, row_tokens: int
     ) -> RingHops | None:
-        return ring_hops.find_hops(self.layout, *rows[:2], row_tokens=row_tokens)
+        return find_hops(self.layout, *rows[:2], row_tokens=row_tokens)
 
     def forward(
         self, kernel: ChunkKernel, q: Array, k: Array, v: Array, segments: Segments
@@ -87,7 +110,7 @@ class Ring(Zigzag):
         def visit_near(results: PartialAttention, index: Array) -> PartialAttention:
             """Adds attention to the keys of a near device, which one hop brings here."""
             kv = jax.lax.switch(index, self._shifts(), [k, v])
-            return visit(results, kv, jnp.asarray(ring_hops.near_hops(self.degree))[index])
+            return visit(results, kv, jnp.asarray(_near_hops(self.degree))[index])
 
         local = self.find_local_segments(*segments[:2], tokens.chunk_tokens)
         results = partial_attention.diagonal_forward(kernel, local, q, k, v)
@@ -134,7 +157,7 @@ class Ring(Zigzag):
             dq, dkv = gradients
             kv = jax.lax.switch(index, self._shifts(), [k, v])
             zeros = [jnp.zeros(x.shape, jnp.float32) for x in kv]
-            dq, terms = visit(dq, zeros, kv, jnp.asarray(ring_hops.near_hops(self.degree))[index])
+            dq, terms = visit(dq, zeros, kv, jnp.asarray(_near_hops(self.degree))[index])
             terms = jax.lax.switch(index, self._shifts(back=True), terms)
             return dq, [x + y for x, y in zip(dkv, terms, strict=True)]
 
@@ -168,7 +191,7 @@ class Ring(Zigzag):
         Args:
             hops: None: visits all devices.
             visit_all: visits them one after another, around the ring.
-            visit_near: visits the device after the hop with this index in `ring_hops.near_hops`:
+            visit_near: visits the device after the hop with this index in `_near_hops`:
                 one at a distance of 1 or 2, in either direction.
         """
         if self.degree == 1:
@@ -190,8 +213,8 @@ class Ring(Zigzag):
 
         # Every device of the mesh takes the same branch: otherwise devices would wait for transfers
         # that never begin
-        with jax.named_scope(ring_hops.SCOPE):
-            # In the order NO_HOPS, NEAR_HOPS, ALL_HOPS of `ring_hops`
+        with jax.named_scope(HOPS_SCOPE):
+            # In the order NO_HOPS, NEAR_HOPS, ALL_HOPS
             branches = [lambda carry: carry, visit_near_hops, visit_all]
             return jax.lax.switch(hops.extent, branches, start)
 
@@ -200,7 +223,7 @@ class Ring(Zigzag):
         sign = -1 if back else 1
         return [
             functools.partial(self.shift, distance=sign * hop)
-            for hop in ring_hops.near_hops(self.degree).tolist()
+            for hop in _near_hops(self.degree).tolist()
         ]
 
     def shift(self, arrays: list[Array], *, distance: int = 1) -> list[Array]:
@@ -224,3 +247,65 @@ class Ring(Zigzag):
             jax.lax.bitcast_convert_type(part.reshape(word.shape), array.dtype)
             for part, word, array in zip(received, words, arrays, strict=True)
         ]
+
+
+def _near_hops(degree: int) -> np.ndarray:
+    """Hops to devices at a distance of 1 or 2 in both directions, made without the hops between."""
+    hops = {hop % degree for hop in (1, -1, 2, -2)} - {0}
+    return np.array(sorted(hops), np.int32)
+
+
+def find_hops(
+    layout: Layout,
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+    *,
+    row_tokens: int,
+) -> RingHops | None:
+    """Finds the hops of a microbatch, inside shard_map over the whole mesh; None for one device."""
+    if layout.degree == 1:
+        return None
+    needed_P = needs_hop(layout, starts_BM, lengths_BM, row_tokens=row_tokens)
+    needed_P = jax.lax.pmax(needed_P.astype(jnp.int32), axes.ALL) > 0
+    near = _near_hops(layout.degree)
+    is_far = np.ones(layout.degree, bool)
+    is_far[[0, *near]] = False
+    needs_all = (needed_P & is_far).any() | needed_P[1:].all()
+    extent = jnp.where(needs_all, ALL_HOPS, jnp.where(needed_P.any(), NEAR_HOPS, NO_HOPS))
+    return RingHops(extent.astype(jnp.int32), needed_P[near])
+
+
+def needs_hop(
+    layout: Layout,
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+    *,
+    row_tokens: int,
+) -> Bool[Array, "P"]:
+    """True for each number of hops that keys of a segment make to its queries."""
+    chunk_tokens = layout.chunk_tokens(row_tokens)
+    first_chunk_BM = starts_BM // chunk_tokens
+    last_chunk_BM = (starts_BM + lengths_BM - 1) // chunk_tokens
+    reached_by_PN = jnp.asarray(_find_reached_chunks(layout))
+    is_needed_PBM = last_chunk_BM[None] >= reached_by_PN[:, first_chunk_BM]
+    return (is_needed_PBM & (lengths_BM > 0)[None]).any((1, 2))
+
+
+@functools.lru_cache
+def _find_reached_chunks(layout: Layout) -> np.ndarray:
+    """First chunk with which a segment that begins in a chunk needs a number of hops.
+
+    Shapes: [P, chunks of a row].
+    """
+    never = 2**30  # number of a chunk that no row has
+    device = np.zeros(layout.num_chunks, np.int64)
+    for place, chunk in enumerate(layout.chunk_order()):
+        device[chunk] = place // layout.chunks_per_device
+    reached = np.full((layout.degree, layout.num_chunks + 1), never, np.int32)
+    for keys in reversed(range(layout.num_chunks)):
+        reached[:, keys] = reached[:, keys + 1]
+        queries = np.arange(keys + 1, layout.num_chunks)
+        hops = (device[queries] - device[keys]) % layout.degree
+        np.minimum.at(reached[:, keys], hops, queries.astype(np.int32))
+    reached[0] = never
+    return reached[:, :-1]

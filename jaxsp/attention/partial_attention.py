@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from jaxsp.attention.chunks.chunk_calls import Call
-from jaxsp.attention.kernels.kernel import ChunkKernel
-from jaxsp.attention.kernels.residuals import Saved
+from jaxsp.attention.chunk_calls import Call
+from jaxsp.attention.kernels.kernel import ChunkKernel, Saved
 from jaxsp.attention.kernels.segments import OffDiagonalBlock, Segments
 
 EMPTY_LSE = -1e30
@@ -103,7 +102,7 @@ def add_calls_forward(
         forward = kernel.off_diagonal.forward
         out, lse = previous = _compute_if_any(call.blocks, forward, queries, k, v)
         part = _make_partial(out, lse, call.blocks.query_mask(queries.shape[1]))
-        outs = call.place_queries(part.out_BCHK)
+        outs = call.place_queries(part.out_BCHK, 0.0)
         lses = call.place_queries(part.lse_BCH, EMPTY_LSE)
         for out, lse in zip(outs, lses, strict=True):
             results = merge(results, PartialAttention(out, lse))
@@ -137,7 +136,7 @@ def add_calls_backward(
         key_mask = call.blocks.key_mask(keys.shape[1])
         masks = (query_mask, key_mask, key_mask)
         dq_R, *dkv_R = map(_zero_outside, previous, masks)
-        for term in call.place_queries(dq_R):
+        for term in call.place_queries(dq_R, 0.0):
             dq = dq + term
         dkv = [x + call.place_keys(term) for x, term in zip(dkv, dkv_R, strict=True)]
     return dq, dkv
