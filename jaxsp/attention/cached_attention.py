@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.core import axes
@@ -50,7 +50,17 @@ def attend_to_cache(
     G = keys[0].k_BlGK.shape[2]
     with jax.named_scope(SCOPE):
         q_BGRK = q_BHK.reshape(B, G, H // G, K)
-        scores = [_compute_scores(q_BGRK, part, positions_B, window, score) for part in keys]
+        scores = []
+        for k_BlGK, _, key_positions_Bl in keys:
+            products = jnp.einsum(
+                "BGRK,BlGK->BGRl", q_BGRK, k_BlGK, preferred_element_type=jnp.float32
+            )
+            scores_BGRl = products * score.find_scale(K)
+            if score.softcap is not None:
+                scores_BGRl = score.softcap * jnp.tanh(scores_BGRl / score.softcap)
+            distance_Bl = positions_B[:, None] - key_positions_Bl
+            is_seen_Bl = (key_positions_Bl >= 0) & (distance_Bl >= 0) & (distance_Bl < window)
+            scores.append(jnp.where(is_seen_Bl[:, None, None], scores_BGRl, -jnp.inf))
         largest_BGR = jnp.concatenate(scores, axis=-1).max(-1)
         largest_BGR = jax.lax.pmax(largest_BGR, axes.SEQ)
         sinks_GR = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(G, -1)
@@ -71,22 +81,3 @@ def attend_to_cache(
         if sinks_GR is not None:
             total_BGR += jnp.exp(sinks_GR[None] - largest_BGR)
         return (out_BGRK / total_BGR[..., None]).astype(q_BHK.dtype).reshape(B, H, K)
-
-
-def _compute_scores(
-    q_BGRK: Array, keys: CachedKeys, positions_B: Array, window: Array, score: ScoreConfig
-) -> Float[Array, "B G R l"]:
-    """Scores of a device's keys; -inf where a key is missing or out of sight."""
-    products = jnp.einsum(
-        "BGRK,BlGK->BGRl", q_BGRK, keys.k_BlGK, preferred_element_type=jnp.float32
-    )
-    scores = products * score.find_scale(q_BGRK.shape[-1])
-    if score.softcap is not None:
-        scores = score.softcap * jnp.tanh(scores / score.softcap)
-    is_visible_Bl = _find_visible(keys.positions_Bl, positions_B, window)
-    return jnp.where(is_visible_Bl[:, None, None], scores, -jnp.inf)
-
-
-def _find_visible(key_positions_Bl: Array, positions_B: Array, window: Array) -> Bool[Array, "B l"]:
-    distance_Bl = positions_B[:, None] - key_positions_Bl
-    return (key_positions_Bl >= 0) & (distance_Bl >= 0) & (distance_Bl < window)

@@ -90,35 +90,22 @@ class Ring(Zigzag):
     ) -> tuple[Array, Array]:
         """Moves: k and v to all other devices."""
         tokens = ChunkTokens(*segments[:2], q.shape[1] // self.chunks_per_device)
+        add_calls = functools.partial(
+            partial_attention.add_calls_forward, kernel, q=q, in_order=True
+        )
 
-        def visit(results: PartialAttention, kv: list[Array], hop: Array | int) -> PartialAttention:
+        def visit(
+            results: PartialAttention, _: list[Array], kv: list[Array], hop: Array | int
+        ) -> tuple[PartialAttention, list[Array]]:
             """Merges in the attention to the keys that arrive after `hop` hops."""
             calls = self._find_remote_calls(tokens, hop)
-            return partial_attention.add_calls_forward(kernel, calls, q, kv, results, in_order=True)
-
-        def next_step(
-            carry: tuple[PartialAttention, list[Array]], hop: Array
-        ) -> tuple[tuple[PartialAttention, list[Array]], None]:
-            results, kv = carry
-            return (visit(results, kv, hop), self.shift(kv)), None
-
-        def visit_all(results: PartialAttention) -> PartialAttention:
-            hops = jnp.arange(1, self.degree - 1)
-            (results, kv), _ = jax.lax.scan(next_step, (results, self.shift([k, v])), hops)
-            return visit(results, kv, self.degree - 1)
-
-        def visit_near(results: PartialAttention, index: Array) -> PartialAttention:
-            """Adds attention to the keys of a near device, which one hop brings here."""
-            kv = jax.lax.switch(index, self._shifts(), [k, v])
-            return visit(results, kv, jnp.asarray(_near_hops(self.degree))[index])
+            return add_calls(calls, kv=kv, results=results), []
 
         local = self.find_local_segments(*segments[:2], tokens.chunk_tokens)
         results = partial_attention.diagonal_forward(kernel, local, q, k, v)
         calls = chunk_calls.find_local_calls(tokens, self.chunk_numbers(self.index))
-        results = partial_attention.add_calls_forward(
-            kernel, calls, q, [k, v], results, in_order=True
-        )
-        results = self._visit_needed(segments.tables, visit_all, visit_near, results)
+        results = add_calls(calls, kv=[k, v], results=results)
+        results, _ = self._visit_devices(segments.tables, visit, results, [], [k, v])
         return results.out_BCHK.astype(q.dtype), results.lse_BCH.swapaxes(1, 2)
 
     def backward(self, kernel: ChunkKernel, saved: Saved, segments: Segments) -> Gradients:
@@ -126,48 +113,23 @@ class Ring(Zigzag):
         q, k, v, out, dout, lse = saved
         tokens = ChunkTokens(*segments[:2], q.shape[1] // self.chunks_per_device)
         results = (out, lse.swapaxes(1, 2), dout)
+        add_calls = functools.partial(
+            partial_attention.add_calls_backward,
+            kernel,
+            q=q,
+            forward_results=results,
+            in_order=True,
+        )
 
         def visit(dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int) -> Sums:
             """Adds the gradients of the queries, and of the keys that arrive after `hop` hops."""
-            calls = self._find_remote_calls(tokens, hop)
-            return partial_attention.add_calls_backward(
-                kernel, calls, q, kv, results, (dq, dkv), in_order=True
-            )
-
-        def next_step(
-            carry: tuple[Array, list[Array], list[Array]], hop: Array
-        ) -> tuple[tuple, None]:
-            dq, dkv, kv = carry
-            received = self.shift([*dkv, *kv])
-            dq, dkv = visit(dq, received[:2], kv, hop)
-            return (dq, dkv, received[2:]), None
-
-        def visit_all(gradients: Sums) -> Sums:
-            # Gradients are sent one ring step after their keys, so that the transfer overlaps the
-            # next step's computation
-            hops = jnp.arange(1, self.degree - 1)
-            carry = (*gradients, self.shift([k, v]))
-            (dq, dkv, kv), _ = jax.lax.scan(next_step, carry, hops)
-            dq, dkv = visit(dq, self.shift(dkv), kv, self.degree - 1)
-            own_dkv = self.shift([x.astype(k.dtype) for x in dkv])  # to their own device
-            return dq, [x.astype(jnp.float32) for x in own_dkv]
-
-        def visit_near(gradients: Sums, index: Array) -> Sums:
-            """Adds the gradients of a near device's keys, and sends them back in one hop."""
-            dq, dkv = gradients
-            kv = jax.lax.switch(index, self._shifts(), [k, v])
-            zeros = [jnp.zeros(x.shape, jnp.float32) for x in kv]
-            dq, terms = visit(dq, zeros, kv, jnp.asarray(_near_hops(self.degree))[index])
-            terms = jax.lax.switch(index, self._shifts(back=True), terms)
-            return dq, [x + y for x, y in zip(dkv, terms, strict=True)]
+            return add_calls(self._find_remote_calls(tokens, hop), kv=kv, gradients=(dq, dkv))
 
         local = self.find_local_segments(*segments[:2], tokens.chunk_tokens)
         gradients = partial_attention.diagonal_backward(kernel, local, q, [k, v], results)
         calls = chunk_calls.find_local_calls(tokens, self.chunk_numbers(self.index))
-        gradients = partial_attention.add_calls_backward(
-            kernel, calls, q, [k, v], results, gradients, in_order=True
-        )
-        dq, (dk, dv) = self._visit_needed(segments.tables, visit_all, visit_near, gradients)
+        dq, dkv = add_calls(calls, kv=[k, v], gradients=gradients)
+        dq, (dk, dv) = self._visit_devices(segments.tables, visit, dq, dkv, [k, v])
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
     def _find_remote_calls(self, tokens: ChunkTokens, hop: Array | int) -> list[Call]:
@@ -179,44 +141,73 @@ class Ring(Zigzag):
             tokens, chunks_k, self.chunk_numbers(there), there < here
         )
 
-    def _visit_needed(
+    def _visit_devices(
         self,
         hops: RingHops | None,
-        visit_all: Callable[[Any], Any],
-        visit_near: Callable[[Any, Array], Any],
-        start: Any,
-    ) -> Any:
-        """Visits the devices whose keys are needed.
+        visit: Callable[[Any, list[Array], list[Array], Array | int], tuple[Any, list[Array]]],
+        sums: Any,
+        dkv: list[Array],
+        kv: list[Array],
+    ) -> tuple[Any, list[Array]]:
+        """Visits the devices whose keys are needed, and returns `sums` and the gradients of this
+        device's keys.
 
         Args:
             hops: None: visits all devices.
-            visit_all: visits them one after another, around the ring.
-            visit_near: visits the device after the hop with this index in `_near_hops`:
-                one at a distance of 1 or 2, in either direction.
+            visit: `(sums, dkv, kv, hop)` -> sums and dkv with the terms of the keys and values that
+                arrive after `hop` hops.
+            dkv: float32 gradients of this device's k and v so far, which travel after them; empty
+                if there are none.
         """
-        if self.degree == 1:
-            return start
-        if hops is None:
-            return visit_all(start)
 
-        def visit_near_hops(carry: Any) -> Any:
+        def next_step(carry: tuple[Any, list[Array], list[Array]], hop: Array) -> tuple[Any, None]:
+            sums, dkv, kv = carry
+            # Gradients are sent one ring step after their keys, so that the transfer overlaps the
+            # next step's computation
+            received = self.shift([*dkv, *kv])
+            sums, dkv = visit(sums, received[: len(dkv)], kv, hop)
+            return (sums, dkv, received[len(dkv) :]), None
+
+        def visit_all(carry: tuple[Any, list[Array]]) -> tuple[Any, list[Array]]:
+            start = (*carry, self.shift(kv))
+            (sums, dkv, last_kv), _ = jax.lax.scan(next_step, start, jnp.arange(1, self.degree - 1))
+            sums, dkv = visit(sums, self.shift(dkv), last_kv, self.degree - 1)
+            own_dkv = self.shift([x.astype(kv[0].dtype) for x in dkv])  # to their own device
+            return sums, [x.astype(jnp.float32) for x in own_dkv]
+
+        def visit_near(carry: tuple[Any, list[Array]], index: Array) -> tuple[Any, list[Array]]:
+            """Visits a device whose keys one hop brings here, and returns their gradients in one
+            hop. Args: index: of the hop in `_near_hops`."""
+            sums, dkv = carry
+            hop = jnp.asarray(_near_hops(self.degree))[index]
+            near_kv = jax.lax.switch(index, self._shifts(), kv)
+            zeros = [jnp.zeros(x.shape, jnp.float32) for x in dkv]
+            sums, terms = visit(sums, zeros, near_kv, hop)
+            terms = jax.lax.switch(index, self._shifts(back=True), terms)
+            return sums, [x + y for x, y in zip(dkv, terms, strict=True)]
+
+        def visit_near_hops(carry: tuple[Any, list[Array]]) -> tuple[Any, list[Array]]:
+            assert hops is not None
             if self.degree == 2:
                 return carry  # the only hop is all hops
+            needs_near = hops.needs_near
 
-            def next_hop(carry: Any, index: Array) -> tuple[Any, None]:
-                def visit(carry: Any) -> Any:
-                    return visit_near(carry, index)
+            def next_hop(carry: tuple[Any, list[Array]], index: Array) -> tuple[Any, None]:
+                visit = lambda carry: visit_near(carry, index)
+                return jax.lax.cond(needs_near[index], visit, lambda carry: carry, carry), None
 
-                return jax.lax.cond(hops.needs_near[index], visit, lambda carry: carry, carry), None
+            return jax.lax.scan(next_hop, carry, jnp.arange(len(needs_near)))[0]
 
-            return jax.lax.scan(next_hop, carry, jnp.arange(len(hops.needs_near)))[0]
-
+        if self.degree == 1:
+            return sums, dkv
+        if hops is None:
+            return visit_all((sums, dkv))
         # Every device of the mesh takes the same branch: otherwise devices would wait for transfers
         # that never begin
         with jax.named_scope(HOPS_SCOPE):
             # In the order NO_HOPS, NEAR_HOPS, ALL_HOPS
             branches = [lambda carry: carry, visit_near_hops, visit_all]
-            return jax.lax.switch(hops.extent, branches, start)
+            return jax.lax.switch(hops.extent, branches, (sums, dkv))
 
     def _shifts(self, *, back: bool = False) -> list[Callable[[list[Array]], list[Array]]]:
         """Functions that send arrays as far as each of the near hops, or the same way back."""
@@ -231,6 +222,8 @@ class Ring(Zigzag):
 
         They travel in one message, because XLA overlaps only one with computation (jax 0.12).
         """
+        if not arrays:
+            return []
         pairs = [
             pair
             for group in self.groups

@@ -36,9 +36,6 @@ NETWORK_COST = 8.0
 """Time of a byte through a device's network card, in times of a byte over its NVLink: 370 over 48
 GB/s for an H100 (planning/gpus.yaml)."""
 
-_MIN_MENTIONED_LSE_BYTES = 64 * units.MIB
-"""Minimum memory of log-sum-exps that a description mentions."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelChoice:
@@ -394,7 +391,6 @@ def _configure(
         settings[0],
         capacity_factor=min(x.capacity_factor for x in settings),
         workspace_bytes=max(x.workspace_bytes for x in settings),
-        lse_bytes=max(x.lse_bytes for x in settings),
     )
 
 
@@ -427,8 +423,6 @@ def describe_choice(choice: AttentionChoice, model: HasHeads) -> str:
         kernel += (
             f", segments copied to rows of their own in {settings.capacity_factor} times the memory"
         )
-    if settings.lse_bytes >= _MIN_MENTIONED_LSE_BYTES:
-        kernel += f", whose log-sum-exps need {settings.lse_bytes / units.MIB:,.0f} MiB"
     parts: collections.Counter[str] = collections.Counter()
     for score in choice.layer_scores:
         if score.window is not None:

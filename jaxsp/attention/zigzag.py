@@ -68,7 +68,15 @@ class Zigzag(TokenExchange):
     def from_config(
         cls, requested: AttentionConfig, workload: AttentionWorkload, *, degree: int, **options: Any
     ) -> TokenExchange:
-        chunks = choose_chunks_per_device(requested, workload, degree=degree)
+        """The chunks are as many as requested; `auto`: as many as have MIN_CHUNK_TOKENS.
+
+        2 chunks balance rows of one document. With windows, halos grow with the number of chunks.
+        """
+        chunks: Any = requested.chunks_per_device
+        if chunks == "auto":
+            is_few = workload.has_windowed_kinds or workload.max_segments == 1
+            fits = lambda n: workload.row_tokens % (MIN_CHUNK_TOKENS * n * degree) == 0
+            chunks = 2 if is_few else next(filter(fits, (16, 8, 4)), 2)
         return cls(degree=degree, chunks_per_device=chunks, **options)
 
     @property
@@ -160,20 +168,3 @@ class Zigzag(TokenExchange):
             starts_BM, lengths_BM, num_tokens // self.chunks_per_device
         )
         return local.mask_RC.reshape(len(starts_BM), num_tokens)
-
-
-def choose_chunks_per_device(
-    requested: AttentionConfig, workload: AttentionWorkload, *, degree: int
-) -> int:
-    """Chooses the requested number; `auto` is the largest with chunks of MIN_CHUNK_TOKENS.
-
-    2 chunks balance rows of one document. With windows, the halos grow with the number of chunks.
-
-    Args: degree: number of devices that the chunks of a row are dealt to.
-    """
-    if requested.chunks_per_device != "auto":
-        return requested.chunks_per_device
-    if workload.has_windowed_kinds or workload.max_segments == 1:
-        return 2
-    fitting = (n for n in (16, 8, 4) if workload.row_tokens % (MIN_CHUNK_TOKENS * n * degree) == 0)
-    return next(fitting, 2)

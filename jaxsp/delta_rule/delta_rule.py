@@ -127,8 +127,8 @@ def compute(
     Precision: products in the dtype of v, summed in float32; states are float32.
     """
     rule = _Rule.make(q, v, spans, max_chunks)
-    run = jax.custom_vjp(lambda *inputs: rule.run_forward(*inputs)[0])
-    run.defvjp(rule.run_forward, rule.run_backward)
+    run = jax.custom_vjp(lambda *inputs: rule.run(inputs)[0])
+    run.defvjp(lambda *inputs: rule.run(inputs)[:2], rule.run_backward)
     return jax.vmap(run)(q, k, v, g, beta, is_first)
 
 
@@ -138,7 +138,13 @@ def compute_with_state(
     """Outputs as of `compute`, without gradients; and the state after each row's last token, on
     every device."""
     rule = _Rule.make(inputs[0], inputs[2], spans)
-    return jax.vmap(rule.run_with_state)(*inputs)
+
+    def run(*inputs: Array) -> tuple[Array, Array]:
+        out, _, leaving = rule.run(inputs)
+        last = leaving.reshape(spans.count, -1, *leaving.shape[1:])[:, -1]
+        return out, spans.take_last(last)
+
+    return jax.vmap(run)(*inputs)
 
 
 def compute_token(
@@ -181,19 +187,8 @@ class _Rule:
         sections = Sections.divide(spans, num_heads=v.shape[2], max_chunks=max_chunks)
         return cls(sections, num_key_heads=q.shape[2], dtype=v.dtype)
 
-    def run_forward(self, *inputs: Array) -> tuple[Array, _Residuals]:
-        """Outputs, and what the backward pass needs."""
-        out, _, residuals = self._run(inputs)
-        return out, residuals
-
-    def run_with_state(self, *inputs: Array) -> tuple[Array, Array]:
-        """Outputs, and the state after the row's last token."""
-        out, last, _ = self._run(inputs)
-        spans = self.sections.spans
-        return out, spans.take_last(last.reshape(spans.count, -1, *last.shape[1:])[:, -1])
-
-    def _run(self, inputs: tuple[Array, ...]) -> tuple[Array, Array, _Residuals]:
-        """Outputs, the states that leave sections, and what the backward pass needs."""
+    def run(self, inputs: tuple[Array, ...]) -> tuple[Array, _Residuals, Array]:
+        """Outputs, what the backward pass needs, and the states that leave sections."""
         sections = self.sections
         arrays = [sections.split(x) for x in inputs]
         maps = jax.lax.map(lambda group: chunk.compute_map(_prepare(*group), self.dtype), arrays)
@@ -204,16 +199,11 @@ class _Rule:
         of_sections, _ = self._pass_states(start, *maps[:3])
         section_maps = AffineMap(of_sections[..., :K], of_sections[..., K:])
         entering = stitch(section_maps, sections.spans)
-        last, states = self._pass_states(entering, *maps[:3], keeps=True)
+        leaving, states = self._pass_states(entering, *maps[:3], keeps=True)
         read = lambda group: _join_heads(_read(group[0], group[1], group[2], self.dtype))
         out = jax.lax.map(read, (maps.q, maps.out, states))
-        residuals = _Residuals(
-            inputs=inputs,
-            maps=(maps.decay, maps.d, maps.q),
-            section_m=section_maps.m,
-            states=states,
-        )
-        return sections.join(out), last, residuals
+        residuals = _Residuals(inputs, (maps.decay, maps.d, maps.q), section_maps.m, states)
+        return sections.join(out), residuals, leaving
 
     def _pass_states(
         self,
@@ -236,7 +226,7 @@ class _Rule:
         count = self.sections.num_chunks
         by_section = lambda x: x.reshape(-1, count, *x.shape[2:])
         maps = [by_section(x) for x in (decay, d, u)]
-        columns = x.shape[-1] - u.shape[-1]
+        front = [(0, 0)] * (u.ndim - 2) + [(x.shape[-1] - u.shape[-1], 0)]
 
         def step(i: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             x, kept = done
@@ -244,7 +234,7 @@ class _Rule:
             if keeps:
                 kept = jax.lax.dynamic_update_index_in_dim(kept, x.astype(self.dtype), index, 1)
             decay, d, u = (jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False) for x in maps)
-            u = _pad_front(u, columns)
+            u = jnp.pad(u, front)
             return chunk.update_state(x, decay, d, u, self.dtype, is_reversed=is_reversed), kept
 
         kept = jnp.zeros(maps[2].shape if keeps else (), self.dtype)
@@ -324,9 +314,9 @@ def stitch(
     if is_reversed:
         by_section = AffineMap(*(jnp.flip(x, 0) for x in by_section))
 
-    size = maps.m.shape[-1]
+    eye = jnp.eye(maps.m.shape[-1], dtype=maps.m.dtype)
     identity = AffineMap(
-        jnp.broadcast_to(jnp.eye(size, dtype=maps.m.dtype), by_section.m.shape[1:]),
+        jnp.broadcast_to(eye, by_section.m.shape[1:]),
         jnp.zeros(by_section.u.shape[1:], maps.u.dtype),
     )
     add = lambda done, section: (section.after(done), None)
@@ -358,10 +348,8 @@ def _stitch_devices(own: AffineMap, spans: RowSpans, *, is_reversed: bool) -> Ar
     done = own
     distance = 1
     while distance < spans.seq:
-        before = AffineMap(
-            *(spans.shift(x, distance=distance, is_reversed=is_reversed) for x in done)
-        )
-        both = done.after(before)
+        shift = functools.partial(spans.shift, distance=distance, is_reversed=is_reversed)
+        both = done.after(AffineMap(*map(shift, done)))
         done = AffineMap(
             *(jnp.where(place >= distance, new, old) for new, old in zip(both, done, strict=True))
         )
@@ -411,8 +399,3 @@ def normalize(x: Array) -> Array:
     """x over the root of its sum of squares, float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + _EPS)
-
-
-def _pad_front(x: Array, size: int) -> Array:
-    """Zeros before the last dim."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(size, 0)])

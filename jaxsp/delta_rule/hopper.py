@@ -129,34 +129,14 @@ class _Sections:
         K = k.shape[-1]
         inverse = chunk_passes.kkt_fwd(k, beta, seg=runs)
         m = states = None
+        options: dict[str, Any]
         if not self._is_whole_row:
-            _, maps = state_passes.state_fwd_wy(
-                k,
-                v,
-                inverse,
-                decay,
-                beta,
-                None,
-                store_states=False,
-                out_final=True,
-                aug=True,
-                seg=runs,
-            )
+            options = {"store_states": False, "out_final": True, "aug": True, "seg": runs}
+            _, maps = state_passes.state_fwd_wy(k, v, inverse, decay, beta, None, **options)
             m = _transpose(maps[:, :, :K])
             states = self._stitch(m, _transpose(maps[:, :, K:]))
-        out, _ = fused_fwd_wy(
-            q,
-            k,
-            v,
-            inverse,
-            decay,
-            beta,
-            states,
-            scale=K**-0.5,
-            out_final=False,
-            out_dtype=v.dtype,
-            seg=runs,
-        )
+        options = {"scale": K**-0.5, "out_final": False, "out_dtype": v.dtype, "seg": runs}
+        out, _ = fused_fwd_wy(q, k, v, inverse, decay, beta, states, **options)
         return out, (q, k, v, decay, beta, runs, inverse, m, states)
 
     def run_backward(self, residuals: tuple[Any, ...], dout: Array) -> tuple[Array | None, ...]:

@@ -35,12 +35,10 @@ _NUM_BLOCKS = 132
 
 
 class Groups(NamedTuple):
-    """Tiles of each expert."""
+    """Tiles of each expert: see `Places`."""
 
     experts_N: Any
-    """Expert of each tile, int32 [N]."""
     ends_E: Any
-    """Number of tiles up to those of each expert, int32 [E]."""
 
 
 class Weight(NamedTuple):
@@ -65,20 +63,15 @@ class Weight(NamedTuple):
         return _add_bias(y_Po, self)
 
 
-BlockFunction = Callable[[Float[Array, "P D"], Any], Float[Array, "P D"]]
-"""Function that computes the outputs of all places from their tokens and a tree of `Weight`."""
-
-
 def apply(
-    function: BlockFunction,
+    function: tiled.BlockFunction,
     weights: Any,
     x_TD: Float[Array, "T D"],
     shares_TK: Float32[Array, "T K"],
     experts_TK: Int32[Array, "T K"],
 ) -> Float[Array, "T D"]:
-    """Sum of the outputs of a token's experts, each times the token's share of it: see
-    `tiled.apply`.
-    Memory: intermediate values of all places, and float32 gradients of all experts' weights."""
+    """Sum of the outputs of a token's experts, times its shares of them: see `tiled.apply`. A block
+    is all places. Memory: their intermediate values, and float32 gradients of all weights."""
     num_experts = len(jax.tree.leaves(weights)[0])
     num_slots = experts_TK.size
     number = min(num_slots, (num_slots + num_experts * (_TILE - 1)) // _TILE)
@@ -89,7 +82,7 @@ def apply(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(
-    function: BlockFunction, weights: Any, x_TD: Array, shares_TK: Array, where: Places
+    function: tiled.BlockFunction, weights: Any, x_TD: Array, shares_TK: Array, where: Places
 ) -> Array:
     weights = jax.tree.map(lambda weight: weight.astype(x_TD.dtype), weights)
     x_PD = tiled.read_tokens(x_TD, where.slots_Nt.reshape(-1), shares_TK.shape[1])
@@ -98,7 +91,7 @@ def _apply(
 
 
 def _apply_backward(
-    function: BlockFunction, residuals: tuple[Any, ...], dout_TD: Array
+    function: tiled.BlockFunction, residuals: tuple[Any, ...], dout_TD: Array
 ) -> tuple[Any, Array, Array, None]:
     given, x_TD, shares_TK, where = residuals
     weights = jax.tree.map(lambda weight: weight.astype(x_TD.dtype), given)

@@ -57,13 +57,6 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(inputs, max_chunks):
         assert batches.relative_error(*map(np.float32, pair)) < 8e-3, name
 
 
-@pytest.mark.parametrize(("seq", "tokens"), [(1, 40), (2, 32), (8, 8), (2, 200)])
-def test_only_a_row_of_one_device_is_whole(seq, tokens):
-    hopper = pytest.importorskip("jaxsp.delta_rule.hopper", reason="needs jax-linear-attention")
-    spans = RowSpans(seq=seq, layout=KEPT_ORDER, tokens_per_device=tokens)
-    assert hopper._Sections.divide(spans, 65535)._is_whole_row == (seq == 1)
-
-
 def test_kernels_are_chosen_where_they_run(monkeypatch):
     monkeypatch.setattr(kernels.importlib.metadata, "version", lambda name: "0.1.0")
     monkeypatch.setattr(kernels.jax, "__version_info__", (0, 12, 0))

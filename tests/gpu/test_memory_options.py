@@ -46,6 +46,11 @@ ROWS = batches.make_rows(
     seed=0,
 )
 
+INPUTS_AND_ATTENTION = {
+    "remat": "save_attention",
+    "offload_activations": "layer_inputs_and_attention",
+}
+
 OPTIONS = {
     "none": {"remat": "none"},
     "attention and MLP": {"remat": "save_attention_and_mlp"},
@@ -54,24 +59,16 @@ OPTIONS = {
     "tiles": {"remat": "save_attention", "mlp_tile_tokens": 512, "loss_tile_tokens": 256},
     "inputs": {"remat": "full", "offload_activations": "layer_inputs"},
     "inputs, attention kept": {"remat": "save_attention", "offload_activations": "layer_inputs"},
-    "inputs and attention": {
-        "remat": "save_attention",
-        "offload_activations": "layer_inputs_and_attention",
-    },
-    "inputs and attention, not prefetched": {
-        "remat": "save_attention",
-        "offload_activations": "layer_inputs_and_attention",
-    },
+    "inputs and attention": INPUTS_AND_ATTENTION,
+    "inputs and attention, not prefetched": INPUTS_AND_ATTENTION,
     "state": {"remat": "save_attention", "offload_optimizer": "state"},
     "state and gradients": {"remat": "save_attention", "offload_optimizer": "state_and_gradients"},
     "all": {
-        "remat": "save_attention",
-        "offload_activations": "layer_inputs_and_attention",
+        **INPUTS_AND_ATTENTION,
         "offload_optimizer": "state_and_gradients",
         "mlp_tile_tokens": 512,
     },
 }
-
 
 XLA_OPTIONS = {
     "inputs and attention, not prefetched": dict.fromkeys(compile_options.PREFETCH_FROM_HOST, False)
@@ -119,17 +116,20 @@ class TrainingResult:
     memory_use: MemoryUse
 
 
+def draw_weights(spec):
+    return train_state.random_weights(
+        spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
+    )
+
+
 @functools.cache
 def train_three_steps(gpu, option, dtype="float32"):
     memory = OPTIONS[option] if option else {"remat": "save_attention"}
     spec = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
     step = fit.compile_fitting_step(spec)
-    start = train_state.random_weights(
-        spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
-    )
-    before = {
-        name: np.array(weight) for name, weight in batches.name_leaves(start).items()
-    }  # copies: the step reuses the memory of its inputs
+    start = draw_weights(spec)
+    # Copies: the step reuses the memory of its inputs
+    before = {name: np.array(weight) for name, weight in batches.name_leaves(start).items()}
     state = train_state.init_state(spec, start)
     rows = batches.put_on_mesh(ROWS, spec.mesh)
     losses = []
@@ -171,15 +171,8 @@ def test_saved_and_recomputed_cudnn_attention_give_the_same_results(gpu, option)
 
 INPUTS = MODEL.num_layers * TOKENS * MODEL.hidden_size * 4
 OUTPUTS = MODEL.num_layers * TOKENS * MODEL.num_heads * (MODEL.head_dim + 1) * 4
-STATE = (
-    3
-    * 4
-    * sum(
-        math.prod(param.stacked_shape)
-        for param in jax.tree.leaves(decoder.param_table(MODEL))
-        if host_offload.should_offload(param)
-    )
-)
+OFFLOADED = filter(host_offload.should_offload, jax.tree.leaves(decoder.param_table(MODEL)))
+STATE = 3 * 4 * sum(math.prod(param.stacked_shape) for param in OFFLOADED)
 
 ON_HOST = {
     "inputs": INPUTS,
@@ -210,10 +203,7 @@ def test_a_run_continues_during_a_save_and_resumes_from_it(gpu, option, tmp_path
     """Offloaded state is written from host memory that the next step reuses."""
     spec = make_program(gpu, OPTIONS[option], "float32")
     run = train_step.compile(spec)
-    start = train_state.random_weights(
-        spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
-    )
-    state = train_state.init_state(spec, start)
+    state = train_state.init_state(spec, draw_weights(spec))
     rows = batches.put_on_mesh(ROWS, spec.mesh)
     state, _ = run(state, rows)
     meta = CheckpointMeta(config={}, model={}, data={}, step=1, rows_consumed=0, num_tokens_total=0)

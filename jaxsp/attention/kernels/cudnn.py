@@ -130,7 +130,6 @@ class CudnnKernel(Kernel):
         return KernelSettings(
             **split._asdict(),
             workspace_bytes=cudnn_limits.workspace_bytes(workload, split),
-            lse_bytes=cudnn_limits.lse_bytes(workload, split),
             copies_segments=workload.copies_segments,
         )
 

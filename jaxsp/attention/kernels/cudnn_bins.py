@@ -14,7 +14,6 @@ row of L tokens, with a capacity factor of 4:
     2       1 ... L/16          L/16                 64
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -36,8 +35,7 @@ MASKED_LSE = 1e30
 infinity occurs."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedCall:
+class PackedCall(NamedTuple):
     """One packed call: the lengths of its segments, and the shape of its bins."""
 
     longer_than: int
@@ -77,28 +75,21 @@ class CallBins(NamedTuple):
         return jnp.where(self.bin_N < 0, 0, tokens_N - self.starts_S[self.bin_N])
 
 
-class CallTable(NamedTuple):
-    """Small arrays that map segments to the bins of one call."""
-
-    starts_S: Int32[Array, "S"]
-    lengths_S: Int32[Array, "S"]
-    bin_BM: Int32[Array, "BM"]
-    """Bin of each segment of all rows; -1 for segments of other calls."""
-
-
 class SegmentTables(NamedTuple):
     """Segment tables of all packed calls. They are the same for every layer, so they are computed
     once per microbatch."""
 
     segment_N: Int32[Array, "N"]
     """Segment of each token, counted over all rows; -1 for padding. 4 bytes per token."""
-    calls: tuple[CallTable, ...]
+    calls: tuple[tuple[Int32[Array, "S"], Int32[Array, "S"], Int32[Array, "BM"]], ...]
+    """`starts_S` and `lengths_S` of `CallBins`, and the bin of each segment of all rows; -1 for
+    segments of other calls."""
 
     def get_bins(self, call: int) -> CallBins:
         """Returns the bins of a call, by its index."""
-        table = self.calls[call]
-        bin_N = jnp.where(self.segment_N < 0, -1, table.bin_BM[self.segment_N])
-        return CallBins(table.starts_S, table.lengths_S, bin_N)
+        starts_S, lengths_S, bin_BM = self.calls[call]
+        bin_N = jnp.where(self.segment_N < 0, -1, bin_BM[self.segment_N])
+        return CallBins(starts_S, lengths_S, bin_N)
 
 
 def plan_calls(
@@ -112,26 +103,20 @@ def plan_calls(
     bin_tokens = row_tokens
     bins_per_row = max_segments
     calls = []
+
+    def add_call(longer_than: int, bins_per_row: int) -> None:
+        num_bins = num_tokens // bin_tokens * bins_per_row
+        calls.append(PackedCall(longer_than, bin_tokens, num_bins, num_tokens))
+
     # A row has fewer than capacity_factor * row_tokens / T segments of more than T /
     # capacity_factor tokens.
     while bins_per_row > capacity_factor and bin_tokens % (capacity_factor * BIN_MULTIPLE) == 0:
-        call = PackedCall(
-            longer_than=bin_tokens // capacity_factor,
-            bin_tokens=bin_tokens,
-            num_bins=num_tokens // bin_tokens * capacity_factor,
-            num_tokens=num_tokens,
-        )
-        calls.append(call)
+        add_call(bin_tokens // capacity_factor, capacity_factor)
         bin_tokens //= capacity_factor
         bins_per_row = -(-bins_per_row // capacity_factor)
     # cuDNN's packed rows have at least two bins.
-    last_call = PackedCall(
-        longer_than=0,
-        bin_tokens=bin_tokens,
-        num_bins=num_tokens // bin_tokens * max(bins_per_row, 2),
-        num_tokens=num_tokens,
-    )
-    return (*calls, last_call)
+    add_call(0, max(bins_per_row, 2))
+    return tuple(calls)
 
 
 def make_tables(
@@ -157,13 +142,13 @@ def make_tables(
     return SegmentTables(segment_N, tuple(_make_table(call, starts, lengths) for call in calls))
 
 
-def _make_table(call: PackedCall, starts: Array, lengths: Array) -> CallTable:
+def _make_table(call: PackedCall, starts: Array, lengths: Array) -> tuple[Array, Array, Array]:
     is_in_call = (lengths > call.longer_than) & (lengths <= call.bin_tokens)
     bin_index = jnp.where(is_in_call, jnp.cumsum(is_in_call, dtype=jnp.int32) - 1, call.num_bins)
     zeros_S = jnp.zeros(call.num_bins, jnp.int32)
     starts_S = zeros_S.at[bin_index].set(starts, mode="drop")
     lengths_S = zeros_S.at[bin_index].set(lengths, mode="drop")
-    return CallTable(starts_S, lengths_S, jnp.where(is_in_call, bin_index, -1))
+    return starts_S, lengths_S, jnp.where(is_in_call, bin_index, -1)
 
 
 def compress_lse(lse_ShT: Float32[Array, "S h T"], bins: CallBins) -> Float32[Array, "N h"]:

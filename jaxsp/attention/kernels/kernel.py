@@ -161,9 +161,6 @@ class KernelSettings:
     """True if cuDNN's calls compute copies of the segments, because the GPU has no packed calls."""
     workspace_bytes: int = 0
     """Estimate of device memory in addition to the compiled program's memory analysis."""
-    lse_bytes: int = 0
-    """Device memory of log-sum-exps before they are compressed and after they are expanded. The
-    memory analysis counts it."""
 
 
 class Saved(NamedTuple):
