@@ -108,7 +108,7 @@ def test_the_record_of_a_chat_template_that_leaves_its_sandbox_is_named(
     )
     with pytest.raises(UserError) as error:
         build.build_training(fields, devices=jax.devices()[:1])
-    first, _ = error.value.problems
+    (first,) = error.value.problems
     assert re.search(messages.containing("a.jsonl, line 1", "__class__"), first)
 
 

@@ -20,7 +20,15 @@ from jaxsp.data.chat_formats import Messages, Preference, PromptCompletion, Unpa
 from jaxsp.data.plain import Text, Tokens, Trajectories
 from jaxsp.data.source import Source
 
-FORMATS = (Text, Messages, PromptCompletion, Preference, Unpaired, Tokens, Trajectories)
+FORMATS: tuple[type[Source], ...] = (
+    Text,
+    Messages,
+    PromptCompletion,
+    Preference,
+    Unpaired,
+    Tokens,
+    Trajectories,
+)
 
 FORMAT = Choice(selector="format", types=FORMATS)
 

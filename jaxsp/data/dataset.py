@@ -232,7 +232,8 @@ def describe_data(
     lines += [("skipped", example) for example in skipped]
     lines += [("note", note) for note in describe_bare_answers(sources, config)]
     limit = data.stream.max_segments
-    if percent < 95 and len(segments.length) > 0.9 * limit * num_rows:
+    has_space = data.stream.row_tokens - num_tokens / num_rows >= segments.length.min()
+    if has_space and percent < 99 and len(segments.length) > 0.9 * limit * num_rows:
         limited = f"rows have at most {format_count(limit, 'segment')}"
         lines.append(("note", f"{limited}: a larger data.max_segments_per_row would fill them"))
     if len(sources) > 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
-from jaxsp.data.data_config import FORMAT
+from jaxsp.data.data_config import FORMATS
 
 
 def write_sources(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,9 +75,11 @@ def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str,
         if not target.exists():  # its time is part of the identity of the records
             path.replace(target)
     # those that need more fields first
-    formats = sorted(FORMAT.by_name().items(), key=lambda item: -len(item[1].required))
-    known = [name for name, each in formats if columns >= {*each.required}]
-    defaults = {"name": name} | ({"format": known[0]} if known else {})
+    required = {each.model_fields["format"].default: each.required for each in FORMATS}
+    known = [name for name, needed in required.items() if columns >= {*needed}]
+    defaults = {"name": name}
+    if known:
+        defaults["format"] = max(known, key=lambda name: len(required[name]))
     return defaults | dict(source) | {"source": str(target)}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout
-from jaxsp.data import dataset, packing, store
+from jaxsp.data import dataset, store
 from jaxsp.data.documents import Documents, digest_split, select_records
 from tests.data import test_dataset, test_loader
 from tests.messages import assert_names, assert_refused, numbers
@@ -203,19 +203,6 @@ def test_data_that_loses_its_labels_to_short_rows_names_row_tokens(what):
     assert Documents([chats], row_tokens=32, long_documents="split").num_loss_tokens == 10
 
 
-def test_a_truncated_document_ends_like_any_other():
-    """Its last token has no next one: the label would be a token that is not there."""
-    for labels in (False, True):
-        stored = Documents([tokenized([40], 1, labels)], row_tokens=32, long_documents="truncate")
-        row = data_of([[40]], test_loader.settings_of(), long_documents="truncate").stream.row(0)
-        share = stored.read_slice(row, 0, 32)
-        assert share["tokens"].tolist() == list(range(1, 33))
-        assert share["labels"].tolist() == [
-            token if token % 3 or not labels else -100 for token in range(2, 33)
-        ] + [-100]
-        assert stored.num_loss_tokens == np.sum(share["labels"] != -100)
-
-
 def test_a_long_document_may_be_an_error():
     with pytest.raises(UserError) as raised:
         Documents([tokenized(LONG)], row_tokens=32, long_documents="error")
@@ -341,21 +328,6 @@ def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(rows_pe
     )
     actual = [done + step for step in range(1, len(rest) + 1) if data.is_epoch_end(rest, step)]
     assert actual == [step for step in expected if step > done]
-
-
-def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
-    planned = []
-    plan = packing.plan_rows
-    monkeypatch.setattr(
-        packing,
-        "plan_rows",
-        lambda *given, seed, **how: planned.append(seed) or plan(*given, seed=seed, **how),
-    )
-    config = test_loader.settings_of(rows_per_step=1)
-    data = data_of([[32] * 4], config)
-    schedule = data.make_schedule(config.batch.rows_per_step, epochs=2)
-    assert [step for step in range(1, 9) if data.is_epoch_end(schedule, step)] == [4, 8]
-    assert sorted(set(planned)) == [(0, 0), (0, 1)]
 
 
 def test_a_limit_that_leaves_rows_empty_is_named():

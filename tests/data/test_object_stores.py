@@ -1,14 +1,10 @@
 """Sources in object stores, with a real S3-compatible server."""
 
 import gzip
-import json
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from jaxsp.core.errors import UserError, at
-from jaxsp.data import sources
 from jaxsp.data.data_config import DataConfig
 from jaxsp.system.object_store import ObjectStore
 from tests.checkpoint import store_server
@@ -54,33 +50,6 @@ def read(url, **fields):
     source = make_source(source=url, format="text", **fields)
     with at(FIELD, url):
         return source_configs.read(source, data=DATA)
-
-
-def as_parquet(texts):
-    sink = pa.BufferOutputStream()
-    pa.parquet.write_table(pa.table({"text": texts}), sink)
-    return sink.getvalue().to_pybytes()
-
-
-def as_lines(texts):
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", as_lines(["x", "y"])),
-        ("a.jsonl.gz", gzip.compress(as_lines(["x", "y"]), mtime=0)),
-        ("a.json", b'[{"text": "x"}, {"text": "y"}]'),
-        ("a.csv", b"text\nx\ny\n"),
-        ("a.parquet", as_parquet(["x", "y"])),
-    ],
-)
-def test_files_of_every_type_are_read_from_a_store(files, name, content):
-    files.pipe_file(f"{BUCKET}/types/{name}", content)
-    found = read(f"s3://{BUCKET}/types/{name}")
-    assert found["text"] == ["x", "y"]
-    assert found["place"][0].startswith(f"s3://{BUCKET}/types/{name}, ")
 
 
 def test_a_glob_is_downloaded_once_per_version_of_each_file(files, downloads):
@@ -132,11 +101,3 @@ def test_errors_name_the_url_and_the_line(files):
         read(f"s3://{BUCKET}/bad/a.jsonl")
     with pytest.raises(UserError, match=rf"s3://{BUCKET}/bad/b\.jsonl\.gz: is broken"):
         read(f"s3://{BUCKET}/bad/b.jsonl.gz")
-
-
-def test_two_sources_cannot_read_the_same_object(files):
-    files.pipe_file(f"{BUCKET}/same/a.txt", b"x")
-    urls = (f"s3://{BUCKET}/same/a.txt", f"s3://{BUCKET}/same/*.txt")
-    records = {url: sources.read(make_source(source=url, format="text"), data=DATA) for url in urls}
-    with pytest.raises(UserError, match="count twice"):
-        sources.check_no_duplicates(records)

@@ -114,22 +114,6 @@ def test_epochs_follow_each_other_without_a_gap():
     assert first != second, "each epoch has a plan of its own"
 
 
-def test_rows_can_be_read_in_any_order():
-    straight = [segments(row) for i in range(60) for row in [epochs().row(i)]]
-    jumping = epochs()
-    for i in np.random.default_rng(0).permutation(60):
-        assert segments(jumping.row(int(i))) == straight[i]
-    # the first three epochs, each with a plan of its own
-    rows = epochs().rows(7, 50).append_empty(45)
-    assert [segments(rows.row(i)) for i in range(45)] == [*straight[7:50], [], []]
-    starts = [start for i in range(43) for start in rows.row(i).starts.tolist()]
-    assert rows.starts.tolist() == starts
-    order = np.random.default_rng(0).permutation(45)
-    assert [segments(rows.select_rows(order).row(k)) for k in range(45)] == [
-        segments(rows.row(i)) for i in order
-    ]
-
-
 def test_threads_may_share_packed_epochs(monkeypatch):
     monkeypatch.setattr(packing, "_PLAN_CACHE_SIZE", 1)
     straight = epochs()
@@ -284,9 +268,3 @@ def test_a_schedule_ends_with_the_last_row():
     assert laid_out(actual) == [(10, 4), (14, 4), (18, 1)]
     assert [actual.rows_consumed(step) for step in range(4)] == [10, 14, 18, 19]
     assert len(RowSchedule(begin_row=20, rows_per_step=4, end_row=19)) == 0
-
-
-def test_a_schedule_takes_no_memory_for_its_steps():
-    actual = RowSchedule(begin_row=5, rows_per_step=4, num_steps=10**9)
-    assert actual.step_rows(10**9 - 1) == (5 + 4 * (10**9 - 1), 4)
-    assert (actual.rows_consumed(10**9), actual.num_rows) == (5 + 4 * 10**9, 4 * 10**9)
