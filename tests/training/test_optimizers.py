@@ -195,6 +195,7 @@ def test_a_number_is_stored_as_the_nearest_entry_of_its_block(is_signed):
         assert np.array_equal(np.asarray(stored.codes) == 0, numbers == 0)
 
 
+@pytest.mark.e2e
 def test_moments_of_8_bits_are_near_those_of_32_bits():
     eight, full = (
         optimizer_cases.unpad(run(name, (1, 2, 4))[0])["layers.gate"]

@@ -11,6 +11,8 @@ from jaxsp.training import step_gradients, train_state
 from tests import batches, tolerances
 from tests.training import runs
 
+pytestmark = pytest.mark.usefixtures("small_shards")
+
 
 @functools.cache
 def long_rows():
@@ -34,7 +36,7 @@ MODEL = batches.model(qkv_bias=False, qk_norm="none", initializer_range=0.02)
 
 
 @pytest.mark.e2e
-def test_bfloat16_gradients_are_near_those_of_float32(small_shards):
+def test_bfloat16_gradients_are_near_those_of_float32():
     """Random weights that bfloat16 can represent, as published ones are.
 
     Otherwise their rounding, 0.17 % of each matrix, would be most of the difference.
