@@ -55,7 +55,7 @@ from jaxsp.run import (
 from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
 from jaxsp.run.references import Reference
-from jaxsp.system import cluster, device_memory, distributed, jax_platform
+from jaxsp.system import device_memory, distributed, jax_platform
 from jaxsp.training import train_state
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line
@@ -117,7 +117,7 @@ class Trainer:
         Raises: UserError with all problems of the config, the model's files, the data and the mesh.
         """
         self.config = _load_config(config, changes)
-        process = cluster.detect_process(os.environ)
+        process = distributed.detect_process(os.environ)
         try:
             preflight.choose_platform(self.config, process)
         except RuntimeError as error:  # JAX has started with other devices

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from jaxsp.core import errors, files
 from jaxsp.core.errors import ExitCode, NeedsAttentionError, UserError
 from jaxsp.run import config_file
-from jaxsp.system import cluster, distributed, output
+from jaxsp.system import distributed, output
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
 """Text in the errors of Gloo and NCCL when another process has ended. The traceback shows only
@@ -105,11 +105,11 @@ def make_parser(
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:
     """Values of a command's arguments by name, without --verbose; `process` is this process's
-    place in its job. Raises: UserError: see `cluster.detect_process`."""
+    place in its job. Raises: UserError: see `distributed.detect_process`."""
     values = vars(parser.parse_intermixed_args(arguments))
     del values["verbose"]
     if "process_id" in values:
-        values["process"] = cluster.detect_process(
+        values["process"] = distributed.detect_process(
             os.environ,
             coordinator=values.pop("coordinator"),
             num_processes=values.pop("num_processes"),

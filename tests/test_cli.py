@@ -12,7 +12,7 @@ import pytest
 from jaxsp import cli
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.system import distributed, output
-from jaxsp.system.cluster import Process
+from jaxsp.system.distributed import Process
 from tests import commands
 
 

@@ -21,29 +21,8 @@ from tests import batches, commands, messages, small_runs
 
 REPO = pathlib.Path(__file__).parent.parent
 
-FORBIDDEN = {
-    "pickle",
-    "cPickle",
-    "cloudpickle",
-    "dill",
-    "marshal",
-    "shelve",
-    "joblib",
-    "torch",
-    "runpy",
-    "imp",
-}
+FORBIDDEN = "pickle cPickle cloudpickle dill marshal shelve joblib torch runpy imp".split()
 """Modules that can run code from the files that they read."""
-
-
-def find_calls(tree):
-    """Every call of a file: the name as written, and the keyword arguments."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield (
-                ast.unparse(node.func),
-                {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords},
-            )
 
 
 def find_unsafe(text):
@@ -53,7 +32,9 @@ def find_unsafe(text):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         yield from (f"imports {name}" for name in names if name.split(".")[0] in FORBIDDEN)
-    for name, keywords in find_calls(tree):
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         if name in ("eval", "exec", "compile", "__import__") or name in ("os.system", "os.popen"):
             yield f"calls {name}"
         for option in ("shell", "allow_pickle", "trust_remote_code"):
@@ -108,7 +89,7 @@ def test_the_record_of_a_chat_template_that_leaves_its_sandbox_is_named(
     )
     with pytest.raises(UserError) as error:
         build.build_training(fields, devices=jax.devices()[:1])
-    (first,) = error.value.problems
+    first, *_ = error.value.problems
     assert re.search(messages.containing("a.jsonl, line 1", "__class__"), first)
 
 
@@ -172,11 +153,7 @@ def settings(folder, *words):
 
 
 FOREIGN = [
-    "notes.txt",
-    "data/a.jsonl",
-    "tensorboard/mine",
-    "model/mine.json",
-    "checkpoints/mine",
+    *("notes.txt", "data/a.jsonl", "tensorboard/mine", "model/mine.json", "checkpoints/mine"),
     "checkpoints/best/weights.safetensors",
     "checkpoints/1/notes.txt",
     "checkpoints/0003/notes.txt",

@@ -87,8 +87,8 @@ def check_two_processes_against_one(tmp_path, meshes, words=(), words_of_two=())
 
 TORCHRUN_JOB = """
 import os, pathlib, sys, jax
-from jaxsp.system import cluster, distributed
-distributed.initialize(cluster.detect_process(os.environ))
+from jaxsp.system import distributed
+distributed.initialize(distributed.detect_process(os.environ))
 pathlib.Path(sys.argv[1], f"{jax.process_index()} of {jax.process_count()}").touch()
 distributed.shutdown()
 """
@@ -127,8 +127,8 @@ def test_one_of_several_processes_that_fails_prints_its_index_and_ends_immediate
         """
 import threading, time
 from jaxsp import cli
-from jaxsp.system import cluster, distributed
-distributed.this_process = cluster.Process(index=3, num_processes=4)
+from jaxsp.system import distributed
+distributed.this_process = distributed.Process(index=3, num_processes=4)
 threading.Thread(target=time.sleep, args=[100]).start()
 cli.run_command(lambda _: 1 / 0)
 """,

@@ -25,7 +25,7 @@ from jaxsp.run.config_file import Config
 from jaxsp.run.given_model import GivenModel
 from jaxsp.run.references import Reference
 from jaxsp.system import jsonl
-from jaxsp.system.cluster import Process
+from jaxsp.system.distributed import Process
 
 
 def evaluate(

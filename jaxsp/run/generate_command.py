@@ -15,7 +15,7 @@ from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import context_range, folder, model_config
 from jaxsp.run import config_file, given_model, model_files, preflight
 from jaxsp.run import console as output
-from jaxsp.system.cluster import Process
+from jaxsp.system.distributed import Process
 
 _MIN_ROW_TOKENS = 512
 """Minimum row length without a run."""

@@ -33,8 +33,8 @@ from jaxsp.run import console as output
 from jaxsp.run import selfcheck
 from jaxsp.run.build import Run
 from jaxsp.run.config_file import Config
-from jaxsp.system import cluster, device_mesh, distributed, hardware, jax_platform
-from jaxsp.system.cluster import Process
+from jaxsp.system import device_mesh, distributed, hardware, jax_platform
+from jaxsp.system.distributed import Process
 from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_config import StepConfig
@@ -51,7 +51,7 @@ def start(config: Config, process: Process = ONE_PROCESS) -> None:
 
 def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
     """Selects the platform and limits of JAX for a config. Call it before JAX counts devices."""
-    num_local = cluster.count_local_processes(process, os.environ)
+    num_local = distributed.count_local_processes(process, os.environ)
     pool_bytes = None
     outside_bytes = 0.0
     model = None

@@ -29,7 +29,7 @@ from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
 from jaxsp.run.references import ARRAY, CHECKSUMS, META
 from jaxsp.system import distributed
-from jaxsp.system.cluster import Process
+from jaxsp.system.distributed import Process
 from jaxsp.training import step_gradients, train_step
 from jaxsp.training.specs import StepSpec
 

@@ -13,7 +13,7 @@ from jaxsp.run import build, preflight, resume, trainer
 from jaxsp.run.build import Run
 from jaxsp.run.config_file import Config
 from jaxsp.system import distributed, jax_platform, run_lock
-from jaxsp.system.cluster import Process
+from jaxsp.system.distributed import Process
 from jaxsp.system.preemption import Preemption
 from jaxsp.system.watchdog import RunStatus, Watchdog
 from jaxsp.training.loss import TokenLoss

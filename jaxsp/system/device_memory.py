@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array
 
-from jaxsp.system import cluster, distributed, hardware
+from jaxsp.system import distributed, hardware
 
 MEMORY_KIND = "pinned_host"  # memory kind of a sharding whose arrays are in host memory
 
@@ -84,7 +84,7 @@ def _min_over_processes(*sizes: float) -> list[float]:
 
 def _find_host_bytes(num_devices: int) -> float:
     """Memory of the host for each of this process's devices."""
-    num_processes = cluster.count_local_processes(
+    num_processes = distributed.count_local_processes(
         distributed.this_process, os.environ, devices_per_process=num_devices
     )
     return hardware.host_bytes_per_device(num_processes=num_processes, num_devices=num_devices)

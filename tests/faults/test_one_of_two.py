@@ -13,7 +13,7 @@ import os, pathlib, sys
 import jax
 from jaxsp.checkpoint import reader, writer
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.system import cluster, device_mesh, distributed, jax_platform
+from jaxsp.system import device_mesh, distributed, jax_platform
 from jaxsp.checkpoint import run_paths
 from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.run import resume
@@ -24,7 +24,7 @@ from tests import batches
 
 fault, folder_name = sys.argv[1:]
 folder = pathlib.Path(folder_name)
-process = cluster.detect_process(os.environ)
+process = distributed.detect_process(os.environ)
 index = process.index
 jax_platform.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_processes=2)
 distributed.initialize(process)

@@ -15,7 +15,7 @@ from jaxsp import export
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, config_file, score_command, trainer
 from jaxsp.system import distributed
-from jaxsp.system.cluster import Process
+from jaxsp.system.distributed import Process
 from tests import batches, commands, small_runs
 
 TEACHER = batches.UNEVEN_LLAMA | {

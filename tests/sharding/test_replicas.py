@@ -94,12 +94,12 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.blocks.layers import Parameter
-from jaxsp.system import device_memory, cluster, device_mesh, distributed, jax_platform
+from jaxsp.system import device_memory, device_mesh, distributed, jax_platform
 from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState
 from tests.checkpoint.test_writer import make_meta
 
-process = cluster.detect_process(os.environ)
+process = distributed.detect_process(os.environ)
 jax_platform.choose_platform(virtual_cpu_devices=4, num_processes=2)
 distributed.initialize(process)
 table = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxsp.system import cluster
-from jaxsp.system.cluster import Process
+from jaxsp.system import distributed
+from jaxsp.system.distributed import Process
 from tests.messages import assert_refused
 
 ADDRESS = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -61,11 +61,11 @@ def job(coordinator="node-0:29500", local_index=None, num_local=None, launcher="
     ],
 )
 def test_a_process_is_detected_from_the_variables_of_its_launcher(environ, process):
-    assert cluster.detect_process(environ) == process
+    assert distributed.detect_process(environ) == process
 
 
 def test_arguments_take_precedence_over_variables():
-    process = cluster.detect_process(
+    process = distributed.detect_process(
         TORCHRUN | SRUN, coordinator="[::1]:80", num_processes=2, process_index=0
     )
     assert process == Process(index=0, num_processes=2, coordinator="[::1]:80")
@@ -93,7 +93,7 @@ PORTS = ["1", "65535", "node-0:29500"]
 )
 def test_missing_and_invalid_values_are_refused(environ, start, parts):
     with assert_refused(*parts, start=start):
-        cluster.detect_process(environ)
+        distributed.detect_process(environ)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_missing_and_invalid_values_are_refused(environ, start, parts):
 def test_missing_and_invalid_arguments_are_refused(arguments, start, parts):
     names = ("coordinator", "num_processes", "process_index")
     with assert_refused(*parts, start=start):
-        cluster.detect_process({}, **dict(zip(names, arguments, strict=True)))
+        distributed.detect_process({}, **dict(zip(names, arguments, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_missing_and_invalid_arguments_are_refused(arguments, start, parts):
     ],
 )
 def test_processes_on_the_same_node_use_one_gpu_each(process, num_gpus, gpus):
-    assert cluster.choose_local_gpus(process, num_gpus) == gpus
+    assert distributed.choose_local_gpus(process, num_gpus) == gpus
 
 
 @pytest.mark.parametrize("port", ["29500", "61440", "65535"])
 def test_the_port_that_torchrun_uses_is_not_taken(port):
     variables = TORCHRUN | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    addresses = {cluster.detect_process(variables | {"RANK": x}).coordinator for x in "01"}
+    addresses = {distributed.detect_process(variables | {"RANK": x}).coordinator for x in "01"}
     assert len(addresses) == 1
     assert addresses != {f"node-0:{port}"}

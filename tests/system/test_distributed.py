@@ -5,14 +5,14 @@ import signal
 import pytest
 
 from jaxsp.system import distributed
-from jaxsp.system.cluster import Process
+from jaxsp.system.distributed import Process
 from tests import commands, two_processes
 
 JOIN = """
 import os, time
-from jaxsp.system import cluster, distributed
+from jaxsp.system import distributed
 print("before", flush=True)
-distributed.initialize(cluster.detect_process(os.environ), timeout_s=60)
+distributed.initialize(distributed.detect_process(os.environ), timeout_s=60)
 os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks")
 print("joined", flush=True)
 time.sleep(100)
