@@ -19,6 +19,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.model import adapters
 from jaxsp.run import config_file
+from jaxsp.training import specs
 from tests import batches, commands, small_runs, tolerances
 from tests.messages import assert_refused
 from tests.small_runs import make_fields, train
