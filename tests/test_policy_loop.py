@@ -116,7 +116,7 @@ def test_bad_records_are_left_out_if_the_config_says_so(base):
     bad = make_record(documents[1], old_logps=[-1])
     (batch,) = trainer.pack([bad, good])
     assert np.asarray(batch.lengths_BM).sum() == 9
-    with pytest.raises(UserError, match="max_bad_records from 1 to 2"):
+    with pytest.raises(UserError, match="max_bad_records"):
         trainer.pack([bad, good, bad])
 
 
