@@ -11,20 +11,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxsp.blocks.block import FeedForward, FeedForwardCost, Statistics
+from jaxsp.blocks.block import FeedForward, Statistics
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, activate, declare_param, scale
 from jaxsp.blocks.linear import Linear
 from jaxsp.blocks.mlp import Mlp
-from jaxsp.experts import kernels, places, routing
+from jaxsp.experts import kernels, routing
 
 
 class Experts(FeedForward):
     """The weighted sum of the chosen experts, each of which is an `Mlp`, and of a shared one."""
 
     checkpoint_names = Mlp.checkpoint_names  # of the shared expert; the others are recomputed
+    has_statistics = True
 
     def __init__(self, config: ModelConfig):
         sizes = _sizes(config)
@@ -188,43 +189,23 @@ class Experts(FeedForward):
         return text
 
     @staticmethod
-    def cost(config: ModelConfig) -> FeedForwardCost:
-        """Gradients of all places, and of slots in the order of tokens; statistics of
-        `experts.routing.measure`."""
+    def has_kept_products(config: ModelConfig) -> bool:
+        return _sizes(config).shared_size is not None
+
+    @staticmethod
+    def tile_width(config: ModelConfig) -> int:
+        """Gradients of all places, of which a third may be empty (`places.choose_tiles`), and of
+        slots in the order of tokens; with kernels, all that places have, inputs and gradients."""
         sizes = _sizes(config)
-        D = config.hidden_size
-        F = sizes.size
-        shared_size = sizes.shared_size or 0
-        empty = 0
-        # Of the places, a third may be empty (`places.choose_tiles`)
-        of_slots = 5 * sizes.num_chosen // 2 * D
+        per_slot = 5 * config.hidden_size / 2
         if sizes.kernel != "xla":
-            # All places at once, with empty ones of each expert's last tile
-            of_slots = sizes.num_chosen * _place_elements(config)
-            empty = (places.KERNEL_TILE - 1) * sizes.num_experts * _place_elements(config)
-        gradients = 3 * sizes.num_experts * F * D
-        if config.lora is not None:
-            targets = config.lora.target_parameters
-            gate_up, down = (name in targets for name in sizes.adapted_tensors)
-            per_rank = gate_up * (D + 2 * F) + down * (F + D)
-            gradients = sizes.num_experts * config.lora.rank * per_rank
-        return FeedForwardCost(
-            saved_width=2 * shared_size,
-            backward_width=of_slots + 4 * shared_size,
-            fixed_elements=empty,
-            statistics_width=2 * sizes.num_experts + 2,
-            gradient_elements=gradients,
-        )
+            per_slot = 4 * config.hidden_size + 6 * sizes.size
+        return int(sizes.num_chosen * per_slot) + 4 * (sizes.shared_size or 0)
 
     @staticmethod
     def active_fraction(config: ModelConfig, param: Parameter) -> float:
         sizes = _sizes(config)
         return 1.0 if param.num_experts is None else sizes.num_chosen / sizes.num_experts
-
-
-def _place_elements(config: ModelConfig) -> int:
-    """Inputs and outputs of a place, gate, up and what they are joined to, and all gradients."""
-    return 4 * config.hidden_size + 6 * _sizes(config).size
 
 
 def _sizes(config: ModelConfig) -> ExpertsConfig:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxsp.blocks.block import FeedForward, FeedForwardCost, Statistics
+from jaxsp.blocks.block import FeedForward, Statistics
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.experts import Experts
@@ -29,6 +29,7 @@ class MlpAndExperts(FeedForward):
     """
 
     checkpoint_names = Mlp.checkpoint_names
+    has_statistics = True
     reads_residual = True
 
     def __init__(self, config: ModelConfig):
@@ -65,8 +66,8 @@ class MlpAndExperts(FeedForward):
         return f"an MLP and {Experts.describe(config, tokens_per_device)}"
 
     @staticmethod
-    def cost(config: ModelConfig) -> FeedForwardCost:
-        return FeedForwardCost(*map(sum, zip(Mlp.cost(config), Experts.cost(config), strict=True)))
+    def tile_width(config: ModelConfig) -> int:
+        return Mlp.tile_width(config) + Experts.tile_width(config)
 
     @staticmethod
     def active_fraction(config: ModelConfig, param: Parameter) -> float:

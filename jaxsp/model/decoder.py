@@ -197,9 +197,36 @@ def hidden_states(
         tokens of each row, [layers, B, ...].
     """
     x_BlD = compute_first_input(shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype)
+    x_BlD, sums = run_layers(
+        shards,
+        x_BlD,
+        batch,
+        config=config,
+        attend=attend,
+        gather=gather,
+        policy=policy,
+        tile_tokens=tile_tokens,
+        token_keys=token_keys,
+    )
+    return apply_last_norm(shards, x_BlD, config=config, gather=gather), sums
+
+
+def run_layers(
+    shards: layers.Weights,
+    x_BlD: Float[Array, "B l D"],
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    attend: Attend,
+    gather: Gather,
+    policy: RematPolicy,
+    tile_tokens: int,
+    token_keys: Keys | None,
+) -> tuple[Float[Array, "B l D"], Sums]:
+    """Output of the last layer, and sums of the layers. Args: see `hidden_states`."""
     of_kinds = make_layers(config, attend, gather, tile_tokens)
     tables = make_segment_tables(of_kinds, batch)
-    x_BlD, sums = layer_stack.run_layers(
+    return layer_stack.run_layers(
         of_kinds,
         x_BlD,
         split_kinds(config, shards["layers"]),
@@ -210,7 +237,6 @@ def hidden_states(
         gather=gather,
         shared=make_shared(shards, x_BlD, config=config, gather=gather),
     )
-    return apply_last_norm(shards, x_BlD, config=config, gather=gather), sums
 
 
 def compute_first_input(
@@ -460,7 +486,7 @@ def make_segment_tables(of_kinds: dict[LayerKind, DecoderLayer], batch: Batch) -
 def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Array, "B l"] | None:
     """False at padding; None if no layer has statistics."""
     blocks = [registry.FEED_FORWARDS[kind.feed_forward] for kind in config.kinds]
-    if not any(block.cost(config).statistics_width for block in blocks):
+    if not any(block.has_statistics for block in blocks):
         return None
     row_spans = spans.RowSpans(
         seq=attend.strategy.seq,

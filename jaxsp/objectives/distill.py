@@ -85,12 +85,6 @@ class Distill(TokenObjective):
                         f"itself is the teacher. Set {HERE}.teacher, or leave it out."
                     )
 
-    @property
-    def bytes_per_logit(self) -> int:
-        if self.predictions is not None:
-            return 6 if self.sft_weight else 4
-        return {"forward_kl": 1, "reverse_kl": 2, "jsd": 6}[self.divergence]
-
     def losses(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
         import jax.numpy as jnp
 

@@ -74,12 +74,6 @@ class TokenObjective(Objective, abc.ABC):
         return losses_X, {"cross_entropy": -tokens.logps_X} | numbers
 
     @property
-    def bytes_per_logit(self) -> int:
-        """Bytes of memory for each logit of the model in a tile, in addition to those of cross
-        entropy and of the teacher's logits: an estimate, from compiled programs for GPUs."""
-        return 2
-
-    @property
     def has_document_sums(self) -> bool:
         """True if losses depend on `sum_over_documents`. A step then computes all logits twice."""
         return False

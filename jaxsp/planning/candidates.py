@@ -12,7 +12,7 @@ import jax
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.model.remat import RematPolicy, has_saved_products
+from jaxsp.model.remat import RematPolicy, list_kept
 from jaxsp.planning import estimate, limits
 from jaxsp.sharding import host_offload
 from jaxsp.system import device_memory, device_mesh, hardware
@@ -80,7 +80,7 @@ def list_remats(spec: StepSpec, *, is_memory_known: bool = True) -> list[str]:
     if policy.is_attention_offloaded:
         return ["save_attention"]
     frees_memory = policy.is_input_offloaded or spec.has_offloaded_state
-    keeps_nothing = memory.kept_mlp_layers == 0 or not has_saved_products(spec.model)
+    keeps_nothing = memory.kept_mlp_layers == 0 or not list_kept(spec.model)[-1]
     if frees_memory or not is_memory_known or keeps_nothing:
         return ["save_attention", "full"]
     return ["save_attention_and_mlp", "save_attention", "full"]

@@ -65,7 +65,7 @@ def find_causes(step: CompiledStep) -> StepMemory:
                 OPTIMIZER: resident.moments,
                 WORKSPACE: workspace,
                 GRADIENTS: resident.gradients,
-                ACTIVATIONS: resident.activations,
+                ACTIVATIONS: estimate.saved_bytes(step.spec),
             },
         ),
         host=_split(

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jaxsp.attention.selection import AttentionChoice
 from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
+from jaxsp.model.remat import list_kept
 from jaxsp.planning import candidates, estimate, limits, memory_problems
 from jaxsp.sharding import host_offload
 from jaxsp.system import device_memory, distributed
@@ -129,8 +130,13 @@ def fit(
         return step
 
     # Keep the MLP's products in as many layers as fit, or almost as many
-    per_element = spec.tokens_per_device * spec.dtype.itemsize
-    totals = [per_element * width for width in estimate.kept_mlp_widths(spec.model)]
+    keep = lambda number: {"remat": "save_attention_and_mlp", "kept_mlp_layers": number}
+    none, all_layers = (
+        estimate.saved_bytes(step.spec.respec(memory=keep(number)))
+        for number in (0, spec.model.num_layers)
+    )
+    numbers = list_kept(spec.model)
+    totals = [(all_layers - none) * number // numbers[-1] for number in numbers]
     target = int((1 - KEPT_MARGIN) * limit.device)
     room = target - step.memory_use.device_total
     for _ in range(MAX_KEPT_TRIES):
@@ -140,8 +146,7 @@ def fit(
         number = totals.index(totals[fitting])
         if number - kept < max(1, MIN_MORE_KEPT * len(totals)):
             break
-        memory = {"remat": "save_attention_and_mlp", "kept_mlp_layers": number}
-        larger = compile_candidate(step.spec.respec(memory=memory))
+        larger = compile_candidate(step.spec.respec(memory=keep(number)))
         if larger.memory_use.device_total <= limit.device:
             step = larger
             room = target - step.memory_use.device_total

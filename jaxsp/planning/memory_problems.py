@@ -10,8 +10,7 @@ from jaxsp.attention.selection import choose_strategy
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
-from jaxsp.model.remat import RematPolicy, has_saved_products
-from jaxsp.planning import estimate
+from jaxsp.model.remat import RematPolicy, list_kept
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options
 from jaxsp.training.specs import StepSpec, find_division_problems
@@ -78,7 +77,7 @@ def find_problems(
         )
     if model is not None:
         problems += _find_period_problems(memory, model)
-        if RematPolicy(remat=memory.remat).is_mlp_saved and not has_saved_products(model):
+        if RematPolicy(remat=memory.remat).is_mlp_saved and not list_kept(model)[-1]:
             problems.append(
                 f"memory.remat = {memory.remat}: all layers of this model have experts, which are "
                 "recomputed. Use memory.remat=save_attention."
@@ -111,8 +110,8 @@ def _find_kept_problem(memory: MemoryConfig, model: ModelConfig | None) -> str |
         )
     if model is not None and number > model.num_layers:
         return f"the model has {model.num_layers} layers. Use auto for all of them."
-    widths = estimate.kept_mlp_widths(model) if model is not None else []
-    if widths and (equal := widths.index(widths[number])) < number:
+    kept = list_kept(model) if model is not None else []
+    if kept and (equal := kept.index(kept[number])) < number:
         return (
             "whole periods of layers with an MLP keep its products, here as many as with "
             f"{equal}. Use {equal}."

@@ -120,8 +120,6 @@ class Plan:
     """
     host_memory: Mapping[str, float]
     """Host memory of a node by cause. Adds up to host_gib."""
-    peak_phase: str
-    """Phase of the step that needs most device memory, by formula."""
     sent_bytes: float
     """Bytes that a device sends in a step, read from the compiled program."""
     collectives: Sequence[PlannedCollective]
@@ -215,7 +213,6 @@ def plan_step(
     device_memory = {name: size / GIB for name, size in causes.device.items()}
     device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
     node_gib = cluster.node_devices / GIB
-    phases = estimate.find_phases(spec)
     pool_bytes = 0.0
     if use.host:
         largest = estimate.pool_bytes(estimate.step_offloaded_bytes(spec))
@@ -275,7 +272,6 @@ def plan_step(
         host_pool_gib=pool_bytes * node_gib,
         memory=device_memory,
         host_memory={name: size * node_gib for name, size in causes.host.items()},
-        peak_phase=max(phases, key=lambda phase: phases[phase]),
         sent_bytes=sum((sent.total_bytes for sent in collectives), start=0.0),
         collectives=_sum_collectives(collectives, spec.mesh.shape, timed, node_devices),
         model_flops=model_flops,

@@ -92,7 +92,7 @@ def _format_attention(plan: Plan) -> str:
 
 def _list_memory(plan: Plan) -> Iterator[tuple[str, str]]:
     """Labels and texts of memory by cause, largest first."""
-    yield "memory", f"GiB on each device at its peak, by cause; most in {plan.peak_phase}"
+    yield "memory", "GiB on each device at its peak, by cause"
     for name, size in sorted(plan.memory.items(), key=lambda pair: (pair[0] == RESERVED, -pair[1])):
         if size >= 0.005:
             yield "", f"{size:8.2f}  {name}: {_MEMORY[name]}"

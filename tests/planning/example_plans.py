@@ -51,7 +51,6 @@ def make_plan(**changes):
         "host_pool_gib": 0.0,
         "memory": {descriptions.WEIGHTS: 10.0, descriptions.OTHER: 20.0, planner.RESERVED: 6.3},
         "host_memory": {},
-        "peak_phase": "the loss",
         "sent_bytes": 2.0e9,
         "collectives": [_ALL_TO_ALL],
         "model_flops": 2e15,

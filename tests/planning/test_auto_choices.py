@@ -16,6 +16,7 @@ from jaxsp.system import hardware
 from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training.specs import make_spec
 from tests import batches, messages
+from tests.planning import programs
 
 FIELDS = batches.SMALL_LLAMA | {
     "num_hidden_layers": 48,
@@ -64,6 +65,11 @@ def needed(config, seq, remat):
         for candidate in candidates.list_candidates(spec, is_memory_known=True)
         if candidate.remat_policy.remat == remat
     )
+
+
+@pytest.fixture(autouse=True)
+def simple_predictions(monkeypatch):
+    programs.simplify_predictions(monkeypatch)
 
 
 @pytest.fixture

@@ -23,6 +23,13 @@ from tests.training import runs
 
 GIB = units.GIB
 
+
+@pytest.fixture(autouse=True)
+def simple_predictions(request, monkeypatch):
+    if request.node.get_closest_marker("e2e") is None:
+        programs.simplify_predictions(monkeypatch)
+
+
 LARGE = batches.model(
     vocab_size=128_256,
     hidden_size=4096,

@@ -10,7 +10,7 @@ Source: Fang and Zhao 2024, arXiv:2405.07719 (USP).
 import dataclasses
 from typing import Any
 
-from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload
+from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.attention.strategies import nodes
 from jaxsp.attention.strategies.token_exchange import TokenExchange, WholeRows
 from jaxsp.attention.strategies.ulysses import Ulysses
@@ -70,11 +70,6 @@ class Strategy:
         backward, by collective operation."""
         exchanged = self.heads.exchange_workload(workload)
         return self.heads.sent_bytes(workload) | self.tokens.sent_bytes(exchanged)
-
-    def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
-        """Returns the device memory of queries, keys, values, output and their gradients in the
-        backward pass."""
-        return self.tokens.backward_bytes(self.heads.exchange_workload(workload), settings)
 
     def device_groups(self, operation: str) -> list[list[int]]:
         """Returns the groups of devices that a collective operation connects, as positions along

@@ -78,11 +78,6 @@ class TokenExchange(DeviceGroup, abc.ABC):
         backward, by collective operation."""
 
     @abc.abstractmethod
-    def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
-        """Returns the device memory of queries, keys, values, output and their gradients in the
-        backward pass."""
-
-    @abc.abstractmethod
     def make_functions(
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
@@ -121,15 +116,6 @@ class WholeRows(TokenExchange):
 
     def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
         return {}
-
-    def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
-        q, kv = workload.qkv_bytes
-        inputs = 3 * q + kv  # q, the output and its gradient; k and v
-        if settings.head_chunks == 1:
-            return inputs + 2 * q + kv
-        chunk = (3 * q + 2 * kv) // settings.head_chunks
-        is_kv_shared = settings.head_chunks > workload.num_kv_heads
-        return inputs + chunk + (2 * kv if is_kv_shared else 0)
 
     def make_functions(
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
