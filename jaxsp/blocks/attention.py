@@ -21,7 +21,6 @@ from jaxsp.blocks.block import (
     RowInputs,
 )
 from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import (
     Norm,
     NormWithoutWeight,
@@ -30,7 +29,7 @@ from jaxsp.blocks.layers import (
     apply_norm,
     declare_param,
 )
-from jaxsp.blocks.linear import Linear, declare_fused
+from jaxsp.blocks.linear import Keys, Linear, declare_fused
 
 
 class AttentionInput(MixerInput):

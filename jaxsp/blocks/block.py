@@ -20,9 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxsp.attention.attend import Attend
-from jaxsp.blocks.block_config import NormNames
-from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.config import LayerConfig, ModelConfig, NormNames
 from jaxsp.blocks.layers import (
     Parameter,
     Weights,
@@ -32,7 +30,7 @@ from jaxsp.blocks.layers import (
     declare_param,
     scale,
 )
-from jaxsp.blocks.linear import Linear
+from jaxsp.blocks.linear import Keys, Linear
 from jaxsp.core.batch import Batch
 
 

@@ -24,11 +24,9 @@ from jaxsp.blocks.block import (
     NextToken,
     RowInputs,
 )
-from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
-from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, NormNames
 from jaxsp.blocks.layers import Parameter, RowGroups, Weights, declare_param, scale
-from jaxsp.blocks.linear import Linear
+from jaxsp.blocks.linear import Keys, Linear
 from jaxsp.delta_rule import convolution, delta_rule, kernels
 from jaxsp.delta_rule.spans import OwnSegments, RowSpans, find_segments
 

@@ -1,9 +1,10 @@
-"""Experts as the feed-forward of a layer: a router chooses some of them for each token.
+"""Experts as the feed-forward of a layer, also beside an MLP: a router chooses some for each token.
 
 Dims: T tokens, E experts, K experts of a token, F elements between an expert's matrices; else as in
 `blocks.layers`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -12,11 +13,18 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import FeedForward, Statistics
-from jaxsp.blocks.block_config import ExpertsConfig
-from jaxsp.blocks.config import Lora, ModelConfig
-from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, RowGroups, activate, declare_param, scale
-from jaxsp.blocks.linear import Linear
+from jaxsp.blocks.config import ExpertsConfig, Lora, ModelConfig
+from jaxsp.blocks.layers import (
+    NormWithoutWeight,
+    Parameter,
+    RowGroups,
+    activate,
+    apply_norm,
+    declare_norm,
+    declare_param,
+    scale,
+)
+from jaxsp.blocks.linear import Keys, Linear
 from jaxsp.blocks.mlp import Mlp
 from jaxsp.experts import kernels, routing
 
@@ -206,6 +214,60 @@ class Experts(FeedForward):
     def active_fraction(config: ModelConfig, param: Parameter) -> float:
         sizes = _sizes(config)
         return 1.0 if param.num_experts is None else sizes.num_chosen / sizes.num_experts
+
+
+class MlpAndExperts(FeedForward):
+    """The sum of an MLP and of experts, each after a norm of its own.
+
+    Experts and their router have norms of the residual as their inputs.
+
+    Source: Gemma 4 (Gemma4TextDecoderLayer of transformers).
+    """
+
+    checkpoint_names = Mlp.checkpoint_names
+    has_statistics = True
+    reads_residual = True
+
+    def __init__(self, config: ModelConfig):
+        D = config.hidden_size
+        norm = functools.partial(declare_norm, D, config=config)
+        self.mlp = Mlp(config)
+        self.mlp_norm = norm("post_feedforward_layernorm_1")
+        self.experts_input_norm = norm("pre_feedforward_layernorm_2")
+        self.experts = Experts(config)
+        self.experts_norm = norm("post_feedforward_layernorm_2")
+        self.router_norm = NormWithoutWeight(config)
+        vector = Parameter(shape=(D,), hf_name="router.scale", mean=1.0, compute_dtype="float32")
+        self.router_scale: nnx.Param = declare_param(vector)
+
+    def __call__(
+        self,
+        x: Float[Array, "B l D"],
+        keys: Keys | None = None,
+        residual: Float[Array, "B l D"] | None = None,
+    ) -> tuple[Float[Array, "B l D"], Statistics]:
+        assert residual is not None, "the layer passes it"
+        # In float32 and broadcast, so that the gradient of the scale is summed in float32
+        router_input = self.router_norm(residual.astype(jnp.float32))
+        scale = self.router_scale[...].astype(jnp.float32) * x.shape[-1] ** -0.5
+        router_input *= jnp.broadcast_to(scale, x.shape)
+        experts_input = apply_norm(self.experts_input_norm, residual)
+        of_experts, statistics = self.experts(experts_input, keys, router_input)
+        of_mlp, _ = self.mlp(x, keys)
+        out = apply_norm(self.mlp_norm, of_mlp) + apply_norm(self.experts_norm, of_experts)
+        return out, statistics
+
+    @staticmethod
+    def describe(config: ModelConfig, tokens_per_device: int | None) -> str:
+        return f"an MLP and {Experts.describe(config, tokens_per_device)}"
+
+    @staticmethod
+    def tile_width(config: ModelConfig) -> int:
+        return Mlp.tile_width(config) + Experts.tile_width(config)
+
+    @staticmethod
+    def active_fraction(config: ModelConfig, param: Parameter) -> float:
+        return Experts.active_fraction(config, param)
 
 
 def _sizes(config: ModelConfig) -> ExpertsConfig:

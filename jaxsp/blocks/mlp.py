@@ -7,9 +7,8 @@ from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import FeedForward, Statistics
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import activate
-from jaxsp.blocks.linear import Linear, declare_fused
+from jaxsp.blocks.linear import Keys, Linear, declare_fused
 
 
 class Mlp(FeedForward):

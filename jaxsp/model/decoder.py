@@ -12,12 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.attend import Attend
-from jaxsp.blocks import dropout, layers, registry
+from jaxsp.blocks import layers, linear, registry
 from jaxsp.blocks.block import LayerOutput, Mixer, RowInputs
 from jaxsp.blocks.config import ATTENTION, MLP, LayerKind, ModelConfig
-from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Gather, Norm, Parameter, declare_param
-from jaxsp.blocks.linear import multiply
+from jaxsp.blocks.linear import Keys, multiply
 from jaxsp.core.batch import Batch
 from jaxsp.delta_rule import spans
 from jaxsp.model import layer_stack, tiling
@@ -315,7 +314,7 @@ class DecoderLayer(Layer):
     def project(
         self, shards: layers.Weights, x_BlD: Array, indices: LayerIndices, arrays: LayerArrays
     ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
-        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
+        keys = linear.fold_layer(arrays.token_keys, indices.layer)
         inputs, carried = tiling.apply_in_tiles(
             self._bind("pre_attention"),
             self.params["pre_attention"],
@@ -386,7 +385,7 @@ class DecoderLayer(Layer):
         if (name := self.config.stored_keys) is not None:
             *others, k_BlGK, v_BlGK = others
             stored = {layer_stack.STORED: {name: (k_BlGK, v_BlGK)}}
-        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
+        keys = linear.fold_layer(arrays.token_keys, indices.layer)
         params = {x: self.params["post_attention"][x] for x in shards}
         x_BlD, statistics = tiling.apply_in_tiles(
             self._bind("post_attention"),

@@ -1,12 +1,11 @@
 """A step's memory on the device, from its traced program, and on the host, by formulas."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from jaxsp.blocks import layers, registry
@@ -86,7 +85,7 @@ def saved_bytes(spec: StepSpec) -> int:
         values = spec.select_own(master)
         holders = spec.gather.make_grad_holders(spec.table, values)
 
-        def run(holders: layers.Weights, x_BlD: jax.Array, values: layers.Weights) -> jax.Array:
+        def run(holders: layers.Weights, x_BlD: jax.Array, values: layers.Weights) -> Any:
             make_shard = lambda _, value, holder: sharding.Shard(value=value, grad_holder=holder)
             shards = jax.tree.map(make_shard, spec.table, values, holders)
             return decoder.run_layers(
@@ -106,13 +105,8 @@ def saved_bytes(spec: StepSpec) -> int:
             return jax.tree.leaves(jax.vjp(run_own, holders, x_BlD)[1])
 
         x_BlD = jnp.zeros((*batch.tokens_BL.shape, spec.model.hidden_size), spec.dtype)
-        jaxpr = jax.make_jaxpr(keep)(holders, x_BlD, values).jaxpr
-        kept = {var for var in jaxpr.outvars if isinstance(var, core.Var)}
         nonlocal saved
-        saved = sum(
-            live_bytes.find_bytes(var.aval)
-            for var in kept.difference(jaxpr.invars, jaxpr.constvars)
-        )
+        saved = live_bytes.sum_results(jax.make_jaxpr(keep)(holders, x_BlD, values))
         return jnp.int32(0)
 
     run_on_mesh = functools.partial(step_gradients.run_on_mesh, spec, trace)

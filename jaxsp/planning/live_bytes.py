@@ -60,6 +60,11 @@ def find_peak(jaxpr: core.ClosedJaxpr, *, workspace_bytes: int = 0) -> int:
     return _Program(jaxpr.jaxpr, (), workspace_bytes).peak
 
 
+def sum_results(jaxpr: core.ClosedJaxpr) -> int:
+    """Bytes of device memory of the results of a program that are not its inputs."""
+    return _Program(jaxpr.jaxpr, (), 0).made_bytes
+
+
 def find_bytes(aval: Any) -> int:
     """Bytes of an array in device memory; 0 for one in host memory, and for random keys."""
     aval = getattr(aval, "inner_aval", aval)  # of a reference
@@ -75,6 +80,8 @@ class _Operation:
     equation: core.JaxprEqn
     operands: list[int | None]
     results: list[int]
+    inner: "list[_Program]"
+    """Body of a loop, or branches of a conditional."""
 
     @property
     def name(self) -> str:
@@ -99,7 +106,9 @@ class _Program:
         self._sources = list(range(len(self._avals)))
         """Number of the array that each one is a view of."""
         self._find_views()
-        self._results = {self._source(number) for number in results if number is not None}
+        self.result_sources = [None if x is None else self._source(x) for x in results]
+        self._results = {number for number in self.result_sources if number is not None}
+        self.made_bytes = self._bytes(self._results - self._inputs)
         self._stored = self._find_stored()
         self._last_uses = self._find_last_uses()
         self.peak = self._measure({given[jaxpr.invars[index]] for index in state})
@@ -120,12 +129,25 @@ class _Program:
             called = _find_called(equation)
             if called is None:
                 results = [self._add(var) for var in equation.outvars]
-                self._operations.append(_Operation(equation, operands, results))
+                inner = self._read_inner(equation)
+                self._operations.append(_Operation(equation, operands, results, inner))
             else:
                 own = dict(zip(called.invars, operands, strict=True))
                 results = self._read(called, own)  # type: ignore[assignment, arg-type]
             numbers |= zip(equation.outvars, results, strict=True)
         return [find(var) for var in jaxpr.outvars]
+
+    def _read_inner(self, equation: core.JaxprEqn) -> "list[_Program]":
+        params = equation.params
+        if equation.primitive.name == "cond":
+            return [_Program(x.jaxpr, (), self._workspace_bytes) for x in params["branches"]]
+        if equation.primitive.name not in ("scan", "while"):
+            return []
+        is_scan = equation.primitive.name == "scan"
+        body = params["jaxpr" if is_scan else "body_jaxpr"].jaxpr
+        first = params["num_consts" if is_scan else "body_nconsts"]
+        count = params["num_carry"] if is_scan else len(body.invars) - first
+        return [_Program(body, tuple(range(first, first + count)), self._workspace_bytes)]
 
     def _source(self, number: int) -> int:
         while self._sources[number] != number:
@@ -139,7 +161,15 @@ class _Program:
         converted: dict[int, int] = {}
         for operation in self._operations:
             operand = operation.operands[0] if operation.operands else None
-            if operation.name.startswith(_IN_PLACE) and operand is not None:
+            if operation.name == "scan":
+                # Views of one array that every iteration returns
+                (body,) = operation.inner
+                first_results: dict[int | None, int] = {}
+                results = list(zip(operation.results, body.result_sources, strict=True))
+                for result, source in results[operation.equation.params["num_carry"] :]:
+                    if source is not None:
+                        self._sources[result] = first_results.setdefault(source, result)
+            elif operation.name.startswith(_IN_PLACE) and operand is not None:
                 self._sources[operation.results[0]] = self._source(operand)
             elif operation.name.startswith(_VIEWS):
                 for operand, result in zip(operation.operands, operation.results, strict=False):
@@ -215,24 +245,10 @@ class _Program:
 
     def _find_working_bytes(self, operation: _Operation, added: int) -> int:
         """Bytes inside a loop, conditional or library call."""
-        params = operation.equation.params
         if operation.name.startswith(_LIBRARY_BACKWARD):
             return self._workspace_bytes
-        if operation.name == "cond":
-            peaks = (self._find_inner_peak(branch, ()) for branch in params["branches"])
-            return max(0, max(peaks) - added)
-        if operation.name == "scan":
-            first = params["num_consts"]
-            state = tuple(range(first, first + params["num_carry"]))
-            return self._find_inner_peak(params["jaxpr"], state)
-        if operation.name == "while":
-            body = params["body_jaxpr"]
-            state = tuple(range(params["body_nconsts"], len(body.jaxpr.invars)))
-            return self._find_inner_peak(body, state)
-        return 0
-
-    def _find_inner_peak(self, closed: core.ClosedJaxpr, state: tuple[int, ...]) -> int:
-        return _Program(closed.jaxpr, state, self._workspace_bytes).peak
+        peak = max((inner.peak for inner in operation.inner), default=0)
+        return max(0, peak - added) if operation.name == "cond" else peak
 
 
 def _find_state(operation: _Operation) -> list[int | None]:

@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 import transformers
 
-from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
-from jaxsp.blocks.config import LayerConfig, ModelConfig, QueryScale, Rope
+from jaxsp.blocks.config import (
+    DeltaNetConfig,
+    LayerConfig,
+    ModelConfig,
+    NormNames,
+    QueryScale,
+    Rope,
+)
 from jaxsp.core.errors import UserError, at
 from jaxsp.hf import families, model_config, published, token_ids
 from jaxsp.hf.model_source import ModelSourceConfig

@@ -16,7 +16,7 @@ from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
 from jaxsp.attention.strategies.strategy import combine
-from jaxsp.blocks.block_config import DeltaNetConfig
+from jaxsp.blocks.config import DeltaNetConfig
 from jaxsp.core.errors import UserError
 from jaxsp.delta_rule import chunk, delta_rule, stitching
 from jaxsp.planning import absent

@@ -12,8 +12,7 @@ import numpy as np
 
 from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.strategies.strategy import Strategy
-from jaxsp.blocks.block_config import ExpertsConfig
-from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.config import ExpertsConfig, ModelConfig
 from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
