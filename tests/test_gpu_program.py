@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.attention.kernels.cudnn import cudnn_bins
 from jaxsp.hf import model_config, published
-from jaxsp.planning import absent, hlo, memory_problems, planner
+from jaxsp.planning import absent, candidates, hlo, planner
 from jaxsp.run import config_file
 from jaxsp.training.specs import make_spec
 
@@ -143,7 +143,7 @@ def test_a_recipe_fits_its_gpus_and_states_its_memory(name):
         path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"]
     )
     model = model_config.parse_model_config(config.model.config)
-    if problems := memory_problems.find_problems(config.step, platform="gpu", model=model):
+    if problems := candidates.find_problems(config.step, platform="gpu", model=model):
         pytest.skip(problems[0])
     groups = config.mesh.data
     plan = planner.plan_step(

@@ -1,6 +1,10 @@
-"""A step's memory on the device, from its traced program, and on the host, by formulas."""
+"""Memory of a step: what it needs on the device, from its traced program, and on the host, by
+formulas; and what is available to it."""
 
 import functools
+import math
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,17 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxsp.attention.strategies import nodes
+from jaxsp.attention.strategies.strategy import Strategy
+from jaxsp.attention.strategies.workload import LayerWorkload, count_workloads
 from jaxsp.blocks import layers, registry
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
+from jaxsp.core import axes
 from jaxsp.core.batch import Batch
 from jaxsp.core.units import GIB
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.optimizers import optimizer
-from jaxsp.planning import live_bytes
+from jaxsp.planning import gpus, live_bytes
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.system import device_mesh
+from jaxsp.system import device_mesh, hardware
+from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training import microbatch, step_gradients, train_state, trainable
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_config import StepConfig
@@ -215,3 +224,72 @@ def step_offloaded_bytes(spec: StepSpec) -> OffloadedBytes:
 def pool_bytes(offloaded: OffloadedBytes) -> int:
     """Size for XLA's pool of pinned host memory: the formula, and a margin for other arrays."""
     return int(1.1 * offloaded.total) + 2 * GIB
+
+
+# Available memory
+
+FRAGMENTATION_FRACTION = 0.022
+"""Fraction of JAX's part of a device that is left free: 2 % of the device. The step's temporaries
+need one contiguous block, and loading weights leaves holes."""
+
+CUDA_BYTES = GIB
+"""Memory of a device for CUDA's context, kernels, cuBLAS and cuDNN, outside of JAX's part."""
+
+COMMUNICATOR_BYTES = 1.2 * GIB
+"""NCCL's buffers for each communicator. Source: NVIDIA/nccl issue 864: 1.6 GB for one, 6 GB for
+three or more; issue 1685: 1.06 GB on 8 H100s."""
+
+ALL_TO_ALL_BYTES = 3.3 * GIB
+"""NCCL's additional buffers for all-to-alls among the 8 GPUs of a node, with 7 peers each. Source:
+NVIDIA/nccl issue 1685: 4.34 GB after the first all-to-all, 1.06 before."""
+
+REMOTE_PEER_BYTES = gpus.ASSUMED["all"]["remote_peer_gib"][0] * GIB
+"""NCCL's additional buffers for all-to-alls with each peer on another node."""
+
+
+def subtract_reserves(spec: StepSpec, limits: MemoryLimit) -> MemoryLimit:
+    """Memory available to a step, after fragmentation, CUDA, NCCL and checkpoints.
+
+    Args: limits: JAX's fraction of a device (`hardware.gpu_memory_fraction`), and a device's
+        part of its node's memory.
+    """
+    if math.isinf(limits.device):  # CPUs
+        return limits
+    fraction = hardware.gpu_memory_fraction(os.environ)
+    memory = limits.device / fraction
+    # In a run, `raise_limits` has already reduced JAX's fraction; in a plan, nothing has
+    fraction = min(fraction, hardware.choose_fraction(memory, outside_bytes(spec)))
+    device = memory * fraction * (1 - FRAGMENTATION_FRACTION)
+    return MemoryLimit(device, limits.host - checkpoint_bytes(spec), limits.pool)
+
+
+def outside_bytes(spec: StepSpec) -> float:
+    """Estimate of a device's memory that a step needs outside of JAX's part, for CUDA and NCCL."""
+    workloads = count_workloads(spec.config.rows, spec.model)
+    return CUDA_BYTES + nccl_bytes(spec.mesh.shape, spec.attention.strategy, workloads)
+
+
+def nccl_bytes(
+    sizes: Mapping[str, int], strategy: Strategy, workloads: Iterable[LayerWorkload] = ()
+) -> float:
+    """Estimate of NCCL's buffers on each device, with hardware.DEVICES_PER_NODE devices per node.
+
+    Args: sizes: of the mesh's axes. workloads: attention of the layers, if it is known.
+    """
+    node_size = hardware.DEVICES_PER_NODE
+    all_to_all_size = strategy.heads.degree
+    peers = min(all_to_all_size, node_size) - 1
+    remote_peers = max(0, all_to_all_size - node_size)
+    # Groups of devices in which the first device communicates
+    numbers = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in axes.ALL])
+    along = [
+        numbers[tuple(slice(None) if axis in names else 0 for axis in axes.ALL)]
+        for names in ((axes.SEQ,), axes.ALL, axes.SHARDS, axes.GROUPS, (axes.REPLICA,))
+    ]
+    groups = [*along[1:], *(along[0][positions] for positions in strategy.communicators())]
+    communicators = {frozenset(group.ravel().tolist()) for group in groups if group.size > 1}
+    # XLA's permutes have one of their own, of all devices. Source: GpuCliqueKey's is_p2p, and
+    # GetP2PConfigForCollectivePermute, openxla/xla xla/backends/gpu/runtime
+    has_permutes = any(nodes.PERMUTE in strategy.sent_bytes(each) for each in workloads)
+    buffers = (len(communicators) + has_permutes) * COMMUNICATOR_BYTES
+    return buffers + ALL_TO_ALL_BYTES * peers / (node_size - 1) + REMOTE_PEER_BYTES * remote_peers

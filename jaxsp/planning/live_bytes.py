@@ -138,16 +138,13 @@ class _Program:
         return [find(var) for var in jaxpr.outvars]
 
     def _read_inner(self, equation: core.JaxprEqn) -> "list[_Program]":
-        params = equation.params
         if equation.primitive.name == "cond":
-            return [_Program(x.jaxpr, (), self._workspace_bytes) for x in params["branches"]]
-        if equation.primitive.name not in ("scan", "while"):
+            branches = map(_open, equation.params["branches"])
+            return [_Program(branch, (), self._workspace_bytes) for branch in branches]
+        if (body := _find_body(equation)) is None:
             return []
-        is_scan = equation.primitive.name == "scan"
-        body = params["jaxpr" if is_scan else "body_jaxpr"].jaxpr
-        first = params["num_consts" if is_scan else "body_nconsts"]
-        count = params["num_carry"] if is_scan else len(body.invars) - first
-        return [_Program(body, tuple(range(first, first + count)), self._workspace_bytes)]
+        state = range(len(body.invars))[_find_state(equation, len(body.invars))]
+        return [_Program(body, tuple(state), self._workspace_bytes)]
 
     def _source(self, number: int) -> int:
         while self._sources[number] != number:
@@ -166,7 +163,7 @@ class _Program:
                 (body,) = operation.inner
                 first_results: dict[int | None, int] = {}
                 results = list(zip(operation.results, body.result_sources, strict=True))
-                for result, source in results[operation.equation.params["num_carry"] :]:
+                for result, source in results[_count_states(operation.equation) :]:
                     if source is not None:
                         self._sources[result] = first_results.setdefault(source, result)
             elif operation.name.startswith(_IN_PLACE) and operand is not None:
@@ -234,14 +231,12 @@ class _Program:
                 )
                 reused = sum((of_ended & of_new).elements())
             elif operation.name in ("scan", "while"):
-                reused = self._bytes({*map(self._source_or_none, _find_state(operation))} & ended)
+                state = operation.operands[_find_state(operation.equation, len(operation.operands))]
+                reused = self._bytes({self._source(x) for x in state if x is not None} & ended)
             peak = max(peak, total + added - reused + working)
             total += added - self._bytes(ended)
             live = (live | new) - ended
         return peak
-
-    def _source_or_none(self, number: int | None) -> int:
-        return -1 if number is None else self._source(number)
 
     def _find_working_bytes(self, operation: _Operation, added: int) -> int:
         """Bytes inside a loop, conditional or library call."""
@@ -251,13 +246,38 @@ class _Program:
         return max(0, peak - added) if operation.name == "cond" else peak
 
 
-def _find_state(operation: _Operation) -> list[int | None]:
-    """Operands of a loop that are the first values of its state."""
-    params = operation.equation.params
-    if operation.name == "scan":
-        first = params["num_consts"]
-        return operation.operands[first : first + params["num_carry"]]
-    return operation.operands[params["cond_nconsts"] + params["body_nconsts"] :]
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
+
+
+def _open(jaxpr: Any) -> core.Jaxpr:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _find_body(equation: core.JaxprEqn) -> core.Jaxpr | None:
+    """Body of a loop; None for other operations."""
+    name = {"scan": "jaxpr", "while": "body_jaxpr"}.get(equation.primitive.name)
+    return None if name is None else _open(equation.params[name])
+
+
+def _count_states(equation: core.JaxprEqn) -> int:
+    """Number of results of a loop that are its state; the others stack what iterations return."""
+    body = _find_body(equation)
+    assert body is not None
+    pairs = zip(equation.outvars, body.outvars, strict=True)
+    return sum(_shape(whole) == _shape(inner) for whole, inner in pairs)
+
+
+def _find_state(equation: core.JaxprEqn, num_operands: int) -> slice:
+    """Operands of a loop, or of its body, that are the first values of its state."""
+    body = _find_body(equation)
+    assert body is not None
+    num_stacked = 0
+    if equation.primitive.name == "scan":
+        pairs = zip(equation.invars, body.invars, strict=True)
+        num_stacked = sum(_shape(whole) != _shape(inner) for whole, inner in pairs)
+    end = num_operands - num_stacked
+    return slice(end - _count_states(equation), end)
 
 
 def _find_called(equation: core.JaxprEqn) -> core.Jaxpr | None:
@@ -266,4 +286,4 @@ def _find_called(equation: core.JaxprEqn) -> core.Jaxpr | None:
         return None
     called = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
     jaxpr = next((jaxpr for jaxpr in called if jaxpr is not None), None)
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    return None if jaxpr is None else _open(jaxpr)

@@ -17,7 +17,7 @@ from jaxsp.evaluation import retrieval
 from jaxsp.hf import context_range, folder, multimodal
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.optimizers import optimizer
-from jaxsp.planning import descriptions
+from jaxsp.planning import fit
 from jaxsp.run.run import Run
 from jaxsp.sharding import sharding
 from jaxsp.system import device_mesh
@@ -108,7 +108,7 @@ def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
         BannerEntry("mesh", mesh + auto.get("mesh.seq", "")),
         BannerEntry("weights", sharding.describe(spec.state_table, num_shards), short=""),
         BannerEntry("attention", attention, attention_short),
-        BannerEntry("memory", descriptions.describe(spec), short=""),
+        BannerEntry("memory", fit.describe(spec), short=""),
         # to all if the config has some
         BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
         BannerEntry("output", *_describe_output(run)),

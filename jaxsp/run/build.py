@@ -19,7 +19,7 @@ from jaxsp.hf import token_ids
 from jaxsp.model import decoder
 from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import param_groups
-from jaxsp.planning import candidates, memory_problems
+from jaxsp.planning import candidates
 from jaxsp.run import data_sets, model_files, predictions, resume, selfcheck, stop_tokens
 from jaxsp.run.config_file import Config
 from jaxsp.run.run import PreparedModel, Run, StartPoint
@@ -223,7 +223,7 @@ def _resolve_step(
     if model is not None:
         with problems.collect():
             spec = make_spec(config, model, devices=devices)
-    problems += memory_problems.find_problems(config, platform=devices[0].platform, model=model)
+    problems += candidates.find_problems(config, platform=devices[0].platform, model=model)
     with problems.collect():
         problems += find_division_problems(
             config,

@@ -12,7 +12,7 @@ from jaxsp.attention.strategies.workload import count_workloads
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
-from jaxsp.planning import estimate, limits
+from jaxsp.planning import estimate
 from jaxsp.planning.candidates import list_degrees
 from jaxsp.run.config_file import Config
 from jaxsp.system import (
@@ -85,9 +85,9 @@ def estimate_outside_bytes(
         with contextlib.suppress(UserError):  # reported later, with all others
             sizes = device_mesh.resolve_axis_sizes(candidate.mesh, num_devices)
             if model is None:
-                nccl_bytes.append(limits.nccl_bytes(sizes, combine(candidate.mesh.degree)))
+                nccl_bytes.append(estimate.nccl_bytes(sizes, combine(candidate.mesh.degree)))
             else:
                 strategy = choose_strategy(candidate.attention, candidate.rows, model)
                 workloads = count_workloads(candidate.rows, model)
-                nccl_bytes.append(limits.nccl_bytes(sizes, strategy, workloads))
-    return limits.CUDA_BYTES + max(nccl_bytes)
+                nccl_bytes.append(estimate.nccl_bytes(sizes, strategy, workloads))
+    return estimate.CUDA_BYTES + max(nccl_bytes)

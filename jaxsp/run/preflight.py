@@ -16,7 +16,7 @@ from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.core import durations
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
-from jaxsp.planning import descriptions, fit
+from jaxsp.planning import fit
 from jaxsp.planning.fit import CompiledStep
 from jaxsp.run import console as output
 from jaxsp.run import resume, selfcheck
@@ -164,6 +164,6 @@ def compile_step(spec: StepSpec, console: rich.console.Console) -> tuple[Compile
         step = fit.compile_fitting_step(spec, on_candidate=print_candidate)
     seconds = time.perf_counter() - began
     text = f"the step was compiled in {durations.describe(round(seconds, 1))}; "
-    output.print_line(console, text + descriptions.describe_compiled(step))
+    output.print_line(console, text + fit.describe_compiled(step))
     fit.reserve_host_memory(spec, step.memory_use.host)
     return step, seconds

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxsp.planning import descriptions, planner, step_time
+from jaxsp.planning import fit, planner, step_time
 from jaxsp.planning.planner import Plan, PlannedCollective
 
 _ALL_TO_ALL = PlannedCollective(
@@ -49,7 +49,7 @@ def make_plan(**changes):
         "host_gib": 0.0,
         "host_limit_gib": 1960.0,
         "host_pool_gib": 0.0,
-        "memory": {descriptions.WEIGHTS: 10.0, descriptions.OTHER: 20.0, planner.RESERVED: 6.3},
+        "memory": {fit.WEIGHTS: 10.0, fit.OTHER: 20.0, planner.RESERVED: 6.3},
         "host_memory": {},
         "sent_bytes": 2.0e9,
         "collectives": [_ALL_TO_ALL],

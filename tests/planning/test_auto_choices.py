@@ -10,7 +10,7 @@ from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
-from jaxsp.planning import candidates, estimate, limits
+from jaxsp.planning import candidates, estimate
 from jaxsp.run import config_file
 from jaxsp.system import hardware
 from jaxsp.system.device_memory import MemoryLimit
@@ -75,7 +75,7 @@ def simple_predictions(monkeypatch):
 @pytest.fixture
 def whole_limits(monkeypatch):
     """The step may use all memory of the limits."""
-    monkeypatch.setattr(limits, "subtract_reserves", lambda spec, memory: memory)
+    monkeypatch.setattr(estimate, "subtract_reserves", lambda spec, memory: memory)
 
 
 @pytest.mark.usefixtures("whole_limits")

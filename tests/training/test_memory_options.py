@@ -17,7 +17,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder
-from jaxsp.planning import descriptions, estimate, fit, limits, memory_problems
+from jaxsp.planning import candidates, estimate, fit
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.system import device_memory
@@ -105,9 +105,7 @@ def model_of(name):
 
 
 def works_here(memory):
-    return not memory_problems.find_problems(
-        batches.make_config(memory=memory).step, platform="cpu"
-    )
+    return not candidates.find_problems(batches.make_config(memory=memory).step, platform="cpu")
 
 
 each_case = pytest.mark.parametrize(
@@ -343,7 +341,7 @@ def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
 
 
 def problems(version, platform, **memory):
-    return memory_problems.find_problems(
+    return candidates.find_problems(
         batches.make_config(memory=memory).step, platform=platform, version=version
     )
 
@@ -406,7 +404,7 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
 
     monkeypatch.setattr(device_memory, "find_limits", lambda spec: node.limits)
     monkeypatch.setattr(
-        limits,
+        estimate,
         "subtract_reserves",
         lambda spec, limits: MemoryLimit(node.room * units.GIB, limits.host, limits.pool),
     )
@@ -453,7 +451,7 @@ def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
     resident = estimate.resident_bytes(actual.spec)
     for size in (10**9, resident.weights + resident.moments + 10**6 + 5):
         use = MemoryUse(size - 10**6, 0, uncounted_workspace=10**6, estimated_workspace=10**6)
-        causes = descriptions.find_causes(dataclasses.replace(actual, memory_use=use))
+        causes = fit.find_causes(dataclasses.replace(actual, memory_use=use))
         assert sum(causes.device.values()) == size
         assert causes.device["weights"] == resident.weights
         assert causes.device["cuDNN workspace"] == 10**6
@@ -477,7 +475,7 @@ def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size,
     assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
     assert re.search(
         messages.containing("full", actual.full_remat_reason),
-        descriptions.describe_compiled(actual),
+        fit.describe_compiled(actual),
     )
 
 
@@ -516,9 +514,7 @@ def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, 
     actual = ready(monkeypatch, node, memory={"remat": "full"})
     assert actual.memory_use.device == units.GIB
     without_shortage = dataclasses.replace(actual, shortage="")
-    assert descriptions.describe_compiled(actual) != descriptions.describe_compiled(
-        without_shortage
-    )
+    assert fit.describe_compiled(actual) != fit.describe_compiled(without_shortage)
     fits = ready(monkeypatch, gpus(1.6, uncounted=units.GIB // 2), memory={"remat": "full"})
     assert fits.shortage == ""
 
