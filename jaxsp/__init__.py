@@ -6,14 +6,14 @@ JAX with them.
 
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.system import cuda_plugin
+from jaxsp.system import jax_platform
 
 if TYPE_CHECKING:
     from jaxsp.api import Trainer, plan
 
 __all__ = ["Trainer", "plan"]
 
-cuda_plugin.load_quietly()  # before anything imports jax
+jax_platform.load_plugin_quietly()  # before anything imports jax
 
 
 def __getattr__(name: str) -> Any:

@@ -15,38 +15,30 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
-import pyarrow as pa
 import rich.console
 from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.config.yaml_io import format_value
-from jaxsp.core import exit_codes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.core.errors import ProblemCollector, UserError, at
+from jaxsp.core.errors import ExitCode, ProblemCollector, UserError, at
 from jaxsp.core.units import GIB, format_count
-from jaxsp.data import in_memory
-from jaxsp.data.chat import chat_template
+from jaxsp.data import chat_template, dataset, in_memory, sources, store, tokenizers
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.formats.trajectories import Trajectories
-from jaxsp.data.ingest import sources
-from jaxsp.data.ingest.cache import make_lists
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import tokenizers
-from jaxsp.data.tokenization.encoding import TextEncoder
-from jaxsp.data.tokenization.tokenize import encode_examples
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.documents import Documents
+from jaxsp.data.plain import Trajectories
+from jaxsp.data.tokenize import encode_examples
+from jaxsp.data.tokenizers import TextEncoder
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import folder, multimodal, peft, published
 from jaxsp.hf.weights import check_target, export_model, list_tensors, open_other_parts
 from jaxsp.objectives.distill import find_teacher
-from jaxsp.objectives.objective import Sft
+from jaxsp.objectives.objective import Sft, TileTokens
 from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.registry import OBJECTIVES
-from jaxsp.objectives.token_objective import TileTokens
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import absent, fit, planner
 from jaxsp.planning.planner import Plan
@@ -54,19 +46,17 @@ from jaxsp.run import (
     build,
     config_file,
     export_command,
-    jax_limits,
-    merging,
     model_files,
     plan_command,
+    preflight,
     selfcheck,
-    stop_tokens,
     train_command,
 )
 from jaxsp.run.config_file import Config
 from jaxsp.run.data_sets import OpenedSources
 from jaxsp.run.references import Reference
-from jaxsp.system import cluster, distributed, jax_platform
-from jaxsp.training import train_state, trainable
+from jaxsp.system import cluster, device_memory, distributed, jax_platform
+from jaxsp.training import train_state
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import find_division_problems
@@ -129,7 +119,7 @@ class Trainer:
         self.config = _load_config(config, changes)
         process = cluster.detect_process(os.environ)
         try:
-            jax_limits.choose_platform(self.config, process)
+            preflight.choose_platform(self.config, process)
         except RuntimeError as error:  # JAX has started with other devices
             raise UserError(
                 f"mesh.virtual_cpu_devices = {self.config.mesh.virtual_cpu_devices}: {error}. "
@@ -275,7 +265,7 @@ class Trainer:
         tokenizer = self._load_tokenizer() if source.needs_tokenizer else None
         with at("records"):
             opened = sources.read(source, data=data)
-            found = stop_tokens.find(
+            found = model_files.find_stop_tokens(
                 OpenedSources(
                     train={"": source},
                     evals={},
@@ -360,7 +350,7 @@ class Trainer:
                     "vocabulary."
                 )
         small_files = self.model.small_files
-        stop_ids = stop_tokens.list_stop_ids(self.model.hf_config, small_files, tokenizer)
+        stop_ids = model_files.list_stop_ids(self.model.hf_config, small_files, tokenizer)
         self._generator = self._generator or Generator(self.spec)
         return self._generator.generate(
             self.state.master,
@@ -499,9 +489,9 @@ class Trainer:
         """
         spec = self.spec
         table = spec.table
-        arrays = merging.make_layer_readers(spec.select_own(self.state.master), table=table)
+        arrays = export_command.make_layer_readers(spec.select_own(self.state.master), table=table)
         if spec.config.has_frozen_weights:
-            table, arrays = merging.merge_state(arrays, table=table, model=spec.model)
+            table, arrays = export_command.merge_state(arrays, table=table, model=spec.model)
         parts = self._open_other_parts(None)
         shard: dict[str, np.ndarray] = {}
         num_bytes = 0
@@ -578,7 +568,7 @@ class Trainer:
         parts = self._open_other_parts(source)
         table = self.spec.table
         if self.spec.config.has_frozen_weights:
-            table, weights = merging.merge_state(weights, table=table, model=self.spec.model)
+            table, weights = export_command.merge_state(weights, table=table, model=self.spec.model)
         own_tokenizer = self.config.model.tokenizer is not None
         export_model(
             weights,
@@ -607,8 +597,8 @@ class Trainer:
         source = self.model.model_folder
         table = self.spec.table
         peft.save_adapter(
-            trainable.select_trained(table, self.spec.select_own(weights)),
-            table=trainable.select_trained(table, table),
+            train_state.select_trained(table, self.spec.select_own(weights)),
+            table=train_state.select_trained(table, table),
             adapter=self.spec.config.adapter,
             model=self.spec.model,
             base=None if source is None else source.source,
@@ -656,7 +646,7 @@ class Trainer:
             )
         # JAX's host memory cannot be sliced
         return jax.tree.map(
-            lambda leaf: np.asarray(leaf) if host_memory.is_on_host(leaf) else leaf,
+            lambda leaf: np.asarray(leaf) if device_memory.is_on_host(leaf) else leaf,
             self.state.master,
         )
 
@@ -671,20 +661,17 @@ class Trainer:
     ) -> PackedDataset:
         """Checks documents and plans their rows. Args: name: of the data set. needs: numbers
         of tokens that records have."""
-        import datasets
-
         columns: dict[str, Any] = {}
         problems = ProblemCollector()
         with problems.collect():
             columns = self._make_columns(documents, labels, weights, needs=needs)
         if jax.process_count() > 1:
             with problems.collect():  # all take part, also one with bad documents
-                _check_equal(columns.values())
+                _check_equal(columns)
         problems.raise_if_any()
-        places = columns.pop("place")
         with at("documents"):
             packed = Documents(
-                [datasets.Dataset(pa.table(columns | {"place": pa.array(places)}))],
+                [store.from_columns(columns)],
                 source_names=["documents"],
                 row_tokens=self.spec.config.row_tokens,
                 long_documents=self.config.data.long_documents,
@@ -715,8 +702,8 @@ class Trainer:
 
         ids = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
         tokens = _make_column("documents", documents, None, np.int32, is_id, ids)
-        lengths = tokens.value_lengths().to_pylist()
-        columns = {"tokens": tokens}
+        lengths = [*map(len, tokens)]
+        columns: dict[str, Any] = {"tokens": tokens}
         if labels is not None:
             is_label = lambda values: is_id(values) | (values == NO_LABEL)
             rule = f"{ids}, or {NO_LABEL}"
@@ -731,13 +718,13 @@ class Trainer:
         return columns | {"place": places} | numbers
 
 
-def _check_equal(columns: Iterable[Any]) -> None:
+def _check_equal(columns: Mapping[str, Any]) -> None:
     """Checks that all processes have the same documents. Raises: UserError if not."""
     digest = hashlib.sha256()
-    for each in columns:
-        if isinstance(each, pa.LargeListArray):
-            digest.update(each.offsets.to_numpy())
-            digest.update(each.values.to_numpy())
+    for arrays in (values for name, values in columns.items() if name != "place"):
+        digest.update(np.array([*map(len, arrays)]).data)
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).data)
     own = np.frombuffer(digest.digest(), np.uint32)
     is_other = (multihost_utils.process_allgather(own) != own).any(axis=1)
     if is_other.any():
@@ -761,13 +748,13 @@ def _read_trajectories(
             entries.append(source.convert(record))
             places.append(f"documents[{number}]")
         except UserError as error:
-            bad.append({"place": f"documents[{number}]", "problem": str(error)})
-    sources.check_bad_records(len(bad), len(entries) + len(bad), bad, data=data)
+            bad.append(f"documents[{number}]: {error}")
+    sources.check_bad_records(bad, data=data)
     if bad:
         count = format_count(len(bad), "bad record")
-        distributed.log(f"{count} left out; the first: {bad[0]['place']}: {bad[0]['problem']}")
+        distributed.log(f"{count} left out; the first: {bad[0]}")
     column = lambda name: [entry[name] for entry in entries]
-    numbers = {name: make_lists(column(name)) for name in source.numbers if entries}
+    numbers = {name: column(name) for name in source.numbers}
     return column("input_ids"), column("labels"), numbers | {"place": places}
 
 
@@ -853,7 +840,7 @@ def _abort_job(
 ) -> None:
     """Prints an exception, and ends the job: the other processes would wait for this one."""
     sys.__excepthook__(kind, error, trace)
-    distributed.abort_job(exit_codes.INTERNAL_ERROR)
+    distributed.abort_job(ExitCode.INTERNAL_ERROR)
 
 
 _OWN_LOOP_OBJECTIVES = [own.model_fields["type"].default for own in OBJECTIVES if not own.has_pairs]
@@ -885,7 +872,7 @@ def _make_column(
     dtype: type[np.number],
     is_valid: Callable[[np.ndarray], np.ndarray],
     rule: str,
-) -> pa.LargeListArray:
+) -> list[np.ndarray]:
     """Makes a column of lists of numbers.
 
     Args: lengths: those of the documents; None for the documents themselves.
@@ -926,4 +913,4 @@ def _make_column(
         number = int(np.searchsorted(ends, wrong[0], side="right")) - 1
         index = int(wrong[0] - ends[number])
         raise UserError(f"{name}[{number}][{index}] = {numbers[wrong[0]]}: must be {rule}.")
-    return pa.LargeListArray.from_arrays(ends, numbers.astype(dtype))
+    return [array.astype(dtype) for array in arrays]

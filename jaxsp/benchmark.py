@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
         cli.check_file(args.json, flag="--json")
     config = config_file.load(args.config, args.changes)
     from jaxsp.hf import published  # imports jax
-    from jaxsp.run import benchmark, jax_limits
+    from jaxsp.run import benchmark, preflight
 
     show = functools.partial(print, flush=True)
     sizes = published.read_sizes(config.model, row_tokens=config.data.row_tokens)
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
         results = benchmark.benchmark_meshes(args.config, changes, args.steps, sizes.model, show)
     else:
         config = config_file.load(args.config, changes)
-        jax_limits.start(config)
+        preflight.start(config)
         result = benchmark.benchmark_steps(config, num_steps=args.steps)
         results = {result.mesh: result}
     show(benchmark.format_table(results))

@@ -10,10 +10,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
-from jaxsp.core import errors, exit_codes, files
-from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.core import errors, files
+from jaxsp.core.errors import ExitCode, NeedsAttentionError, UserError
 from jaxsp.run import config_file
-from jaxsp.system import cluster, cuda_plugin, distributed, standard_streams
+from jaxsp.system import cluster, distributed, output
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
 """Text in the errors of Gloo and NCCL when another process has ended. The traceback shows only
@@ -149,10 +149,10 @@ def run_command(main: Callable[[list[str]], None]) -> None:
     Invalid input is one line per problem, without a traceback unless --verbose is given. If one of
     several processes fails, it ends all of them; its lines carry its index, except for process 0.
     """
-    standard_streams.protect()
+    output.protect()
     # it has a handler of its own; absl's at the root would print each retry again
     logging.getLogger("huggingface_hub").propagate = False
-    code = exit_codes.OK
+    code: int = ExitCode.OK
     try:
         main(sys.argv[1:])
         distributed.shutdown()
@@ -163,9 +163,9 @@ def run_command(main: Callable[[list[str]], None]) -> None:
         message = distributed.to_lines(message or traceback.format_exc())
         print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    if (reason := standard_streams.find_full_disk()) is not None:
+    if (reason := output.find_full_disk()) is not None:
         print(f"standard output: {reason}. Some lines are lost.", file=sys.stderr, flush=True)
-    if code != exit_codes.OK and distributed.this_process.num_processes > 1:
+    if code != ExitCode.OK and distributed.this_process.num_processes > 1:
         distributed.abort_job(code)
     sys.exit(code)
 
@@ -174,17 +174,17 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
     """Exit code and message of an error; no message for a bug, of which the traceback is needed."""
     match error:
         case UserError():
-            return exit_codes.USER_ERROR, "\n".join(error.problems)
+            return ExitCode.USER_ERROR, "\n".join(error.problems)
         case NeedsAttentionError():
-            return exit_codes.NEEDS_ATTENTION, str(error)
+            return ExitCode.NEEDS_ATTENTION, str(error)
         case KeyboardInterrupt():
-            return exit_codes.INTERRUPTED, str(error) or "interrupted"
+            return ExitCode.INTERRUPTED, str(error) or "interrupted"
     if (failed_peer := distributed.find_failed_peer()) is not None:
         # this error follows from the peer's, and its traceback would hide the cause
         index, code = failed_peer
         return code, f"ends because process {index} failed with exit code {code}"
-    message = cuda_plugin.explain(error)
+    message = None
     if distributed.this_process.num_processes > 1 and _LOST_PEER.search(str(error)):
         reason = errors.first_line(error)
         message = f"cannot reach another process of this run, which may have been killed: {reason}"
-    return exit_codes.INTERNAL_ERROR, message
+    return ExitCode.INTERNAL_ERROR, message

@@ -16,7 +16,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.objectives.policy import Policy
 from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.run import config_file
-from jaxsp.system import redaction
+from jaxsp.system import output
 
 _REQUIRED: dict[str, dict[str, Any]] = {
     "run": {"directory": "runs/converted", "epochs": 1},
@@ -28,11 +28,14 @@ _REQUIRED: dict[str, dict[str, Any]] = {
 """Values of required fields that the input does not set; data.train is beside them."""
 
 _POLICY_NAMES = ("num_generations", "reward_funcs", "epsilon_high", "importance_sampling_level")
-_POLICY_VALUES = (
+"""Names of options that only RL has."""
+
+_POLICY_LOSSES = (
     *("grpo", "gspo", "gdpo", "ppo", "rloo"),
     *get_args(Policy.model_fields["loss_type"].annotation),
 )
-"""Names of options, and values, that only RL has."""
+_TRAINER_NAMES = ("trainer", "trainer_type", "algorithm")
+"""Names of options that choose a trainer; those that choose a loss stand for objective.type."""
 
 _DIVERGENCE_FIELDS = ("objective.beta", "objective.divergence")
 _DIVERGENCES = {0: ["objective.divergence=forward_kl"], 1: ["objective.divergence=reverse_kl"]}
@@ -59,13 +62,13 @@ class _Option:
     def describe(self) -> tuple[str, str]:
         """Heading and line of the comment about it."""
         value = yaml_io.format_value(self.value)
-        if redaction.is_secret_name(self.name.rpartition(".")[2]):
+        if output.is_secret_name(self.name.rpartition(".")[2]):
             value = "(a secret)"
         is_off = self.value in (None, "", [], {}) or foreign_names.is_off(self.value)
         field = self.field.partition("=")[0] if self.field and is_off else self.field
         kept = ", ".join(self.words) if self.is_set else field
         answer = "; ".join(filter(None, [kept, self.note])) or "unknown"
-        line = redaction.redact(f"{self.name} = {value}: {answer}")
+        line = output.redact(f"{self.name} = {value}: {answer}")
         if self.is_set:
             return "Set:", line
         if is_off:
@@ -195,13 +198,16 @@ def _make_fields(options: list[_Option]) -> tuple[dict[str, Any], set[str]]:
     kind = kinds[0] if kinds else "sft"
     for option in options:
         name = option.name.rpartition(".")[2]
-        if name in _POLICY_NAMES or option.value in _POLICY_VALUES:
+        field = str(option.field).partition("=")[0]
+        chosen = []
+        if name in _TRAINER_NAMES or field == "objective.type":
+            chosen = option.value if isinstance(option.value, list) else [option.value]
+        if name in _POLICY_NAMES or any(x in _POLICY_LOSSES for x in chosen):
             raise UserError(
                 f"{option.name} = {yaml_io.format_value(option.value)}: belongs to RL that samples "
                 "while it trains. jaxsp has its losses on given trajectories: write a config as in "
                 "configs/guide/policy.md."
             )
-        field = str(option.field).partition("=")[0]
         is_divergence = field in _DIVERGENCE_FIELDS and type(option.value) in (int, float)
         if kind == "distill" and is_divergence:
             option.words = _DIVERGENCES.get(option.value) or [

@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     if importlib.util.find_spec("plotly") is None:
         raise UserError("jaxsp report needs plotly. Use pip install 'jaxsp[report]'.")
-    from jaxsp.run.report import page
+    from jaxsp.run import report as page
 
     folder = args.runs[0] if len(args.runs) == 1 else pathlib.Path()
     out = args.out or folder / "report.html"

@@ -18,17 +18,17 @@ def main(arguments: list[str]) -> None:
         verbose_help="also prints details of the run, and the traceback of an error",
     )
     text = "prints the first N records of each source and marks the tokens with a loss, without "
-    text += "training; default: the first record, and one of each kind of chat"
-    parser.add_argument("--preview", metavar="N", nargs="?", const=0, type=int, help=text)
+    text += "training; default: 1"
+    parser.add_argument("--preview", metavar="N", nargs="?", const=1, type=int, help=text)
     text = "reads, tokenizes and packs the data, and prints its rows and steps, without training "
     text += "or GPUs; a run then finds the tokens in the cache"
     parser.add_argument("--prepare-data", action="store_true", help=text)
     words: list[str] = []
     for word in arguments:  # the word after --preview may be the config
-        if words[-1:] == ["--preview=0"] and word.isdecimal():
+        if words[-1:] == ["--preview=1"] and word.isdecimal():
             words[-1] = f"--preview={word}"
         else:
-            words.append("--preview=0" if word == "--preview" else word)
+            words.append("--preview=1" if word == "--preview" else word)
     args = argparse.Namespace(**cli.parse(parser, words))
     config = config_file.load(args.config, args.changes)
     trains = args.preview is None and not args.prepare_data
@@ -36,18 +36,18 @@ def main(arguments: list[str]) -> None:
         if trains:
             print(f"run        {errors.escape(config.run.directory)}", flush=True)
         config.logging.check_installed()
-    if args.preview is not None and args.preview < 0:
+    if args.preview is not None and args.preview < 1:
         raise UserError(f"--preview {args.preview}: must be a number of records. Use 5.")
     # these import jax
     import rich.console
 
-    from jaxsp.run import data_sets, preview, train_command
+    from jaxsp.run import preview, train_command
 
     console = rich.console.Console(quiet=args.process.index > 0, markup=False)
     if args.preview is not None:
-        preview.print_preview(config, console, num_records=args.preview or None)
+        preview.print_preview(config, console, num_records=args.preview)
     elif args.prepare_data:
-        data_sets.prepare_data(config, console)
+        preview.prepare_data(config, console)
     else:
         verbose = "--verbose" in arguments
         train_command.train(config, args.process, console, path=args.config, verbose=verbose)

@@ -22,11 +22,11 @@ from typing import Any
 
 import jax
 
-from jaxsp.attention.attend import as_kernel
+from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
-from jaxsp.attention.strategies.all_gather import AllGather
-from jaxsp.attention.strategies.ring import Ring
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.ring import Ring
+from jaxsp.attention.selection import KERNELS
+from jaxsp.attention.strategy import combine
 from jaxsp.planning import absent
 from jaxsp.run import selfcheck
 from scripts.bench import configs, machine
@@ -146,7 +146,7 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
     """
     (gpu,) = absent.make_devices("h100-80gb", 1)
     options = DEFAULTS | ATTENTION[name]
-    kernel = as_kernel(options.pop("kernel"))
+    kernel = KERNELS[options.pop("kernel")]
     # The self-check compares a kernel in bfloat16 with the blockwise kernel in float32
     dtype = "bfloat16" if kernel.needs_selfcheck else "float32"
     return selfcheck.check_attention(kernel, dtype=dtype, **options).compile(gpu)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from jaxsp.evaluation.evaluator import EvalFields
 from jaxsp.evaluation.retrieval import TaskFields
-from jaxsp.generation.samples import SampleFields
+from jaxsp.generation.generator import SampleFields
 from jaxsp.run import config_file
 from jaxsp.run.metrics import NonfiniteStep, StartLine, StepFields
 from jaxsp.training.metric_table import METRICS

@@ -16,7 +16,6 @@ command.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -26,7 +25,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -203,42 +201,23 @@ def run(command: Sequence[str], seconds: float, log: TextIO) -> int | None:
 
     Returns: the exit code, None if it ran out of time.
     """
-    is_late = threading.Event()
+    limit = ["timeout", "--signal=INT", f"--kill-after={KILL_AFTER_S}", f"{seconds:.0f}"]
     with subprocess.Popen(
-        command,
+        [*limit, *command],
         cwd=machine.REPO,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
     ) as process:
-
-        def interrupt() -> None:
-            is_late.set()
-            _signal_group(process.pid, signal.SIGINT)
-
-        timers = [
-            threading.Timer(seconds, interrupt),
-            threading.Timer(seconds + KILL_AFTER_S, _signal_group, (process.pid, signal.SIGKILL)),
-        ]
-        for timer in timers:
-            timer.start()
+        assert process.stdout is not None
         try:
-            assert process.stdout is not None
             for line in process.stdout:
                 _log(line.rstrip("\n"), log)
-            code = process.wait()
-        finally:
-            for timer in timers:
-                timer.cancel()
-            _signal_group(process.pid, signal.SIGKILL)
-    return None if is_late.is_set() else code
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
+        except KeyboardInterrupt:
+            process.terminate()  # `timeout` passes it on
+            raise
+    return None if process.returncode in (124, 137) else process.returncode
 
 
 def _summarize(results: pathlib.Path) -> str:

@@ -90,7 +90,7 @@ STAGES = {
     ),
     "kernels": Stage(
         topics="versions; accuracy of cuDNN attention, delta rules, experts and 8-bit products",
-        parts=_tests("kernels", "delta_rule", "experts", "float8"),
+        parts=_tests("kernels", "layers"),
     ),
     "memory": Stage(
         topics="cost of tiles and offloading",

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Injects random faults into a small run on CPUs for about an hour: kills, kills during saves,
 # flipped bits, SIGTERM and pauses. Exits with 0 if the result equals an uninterrupted run bit for
-# bit, and prints how the memory of a long process grew. STEPS sets the length; other arguments go
-# to tests/faults/kills.py.
+# bit. STEPS sets the length; other arguments go to tests/faults/kills.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec python -m tests.faults.kills --steps "${STEPS:-10000}" --save-every 50 --eval-every 500 \

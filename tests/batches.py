@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsp.attention.attend import Attend, as_kernel
+from jaxsp.attention.attend import Attend
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
-from jaxsp.attention.selection import AttentionChoice
-from jaxsp.attention.strategies.strategy import Strategy, combine
+from jaxsp.attention.selection import KERNELS, AttentionChoice, KernelChoice
+from jaxsp.attention.strategy import Strategy, combine
 from jaxsp.blocks.config import EXPERTS, ExpertsConfig, LayerConfig, ModelConfig, Rope
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, step_row_index
@@ -139,11 +139,7 @@ def attention_choice(
     """The blockwise kernel, by default with Ulysses among `seq` devices."""
     return AttentionChoice(
         strategy=strategy or combine(seq),
-        alternatives=(),
-        sent_bytes=0,
-        kernel=as_kernel("blockwise"),
-        settings=KernelSettings(),
-        fallback_reason="",
+        kernels=(KernelChoice(kernel=KERNELS["blockwise"], settings=KernelSettings()),),
         layer_scores=tuple(layer_scores or [ScoreConfig()]),
     )
 

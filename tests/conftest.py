@@ -206,10 +206,10 @@ def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def small_blocks() -> Iterator[None]:
     """Has blocks of 8 tokens in the blockwise kernel, so that short rows have several."""
-    from jaxsp.attention.kernels import blockwise_rows
+    from jaxsp.attention.kernels import blockwise
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
+        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
         yield
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxsp import cli, train
-from jaxsp.data.packing.loader import BatchLoader
+from jaxsp.data.loader import BatchLoader
 
 
 @contextlib.contextmanager

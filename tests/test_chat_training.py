@@ -13,7 +13,7 @@ from jaxsp import export
 from jaxsp.hf import model_config, weights
 from jaxsp.model import decoder
 from tests import batches, commands, messages, small_runs
-from tests.data.chat import chats
+from tests.data import chats
 
 pytestmark = pytest.mark.e2e
 
@@ -55,6 +55,7 @@ def test_only_assistant_messages_have_loss(chat_run):
     assert sum(line["num_loss_tokens"] for line in lines) == 2 * 10 * ANSWERS
     banner = messages.read_banner(chat_run / "run")
     assert re.search(messages.containing(f"{10 * ANSWERS:,}"), banner)
+    assert re.search(messages.containing("stop", "turns end with", "<|end|>"), banner)
 
 
 def test_the_export_renders_chats_as_in_training(chat_run):
@@ -67,20 +68,13 @@ def test_the_export_renders_chats_as_in_training(chat_run):
 
 
 def test_a_run_is_evaluated_without_its_template_file(chat_run, capsys):
-    words = [
-        "mesh.data=4",
-        "data.on_bad_record=skip",
-        f"data.eval=[{_with_a_bad_record(chat_run)}]",
-    ]
-    evaluation.main([str(chat_run / "run"), *words])
+    good = (chat_run / "chats.jsonl").read_text().splitlines()[0]
+    (chat_run / "bad.jsonl").write_text(good + '\n{"messages": []}\n')
+    source = f"data.eval=[{{source: {chat_run / 'bad.jsonl'}, format: messages}}]"
+    evaluation.main([str(chat_run / "run"), "mesh.data=4", "data.on_bad_record=skip", source])
     lines = capsys.readouterr().out
     assert re.search(messages.containing("loss", f"{ANSWERS:,}"), lines)
     assert re.search(messages.containing(1, "skip"), lines), "a record that is left out is counted"
-
-
-def test_turns_that_end_with_ordinary_text_have_a_note(chat_run):
-    banner = (chat_run / "run/banner.txt").read_text()
-    assert re.search(messages.containing("stop", "turns end with", "<|end|>"), banner)
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
@@ -121,9 +115,3 @@ def test_a_model_stops_at_the_end_of_the_turns_that_it_learned(tmp_path, capsys,
         export.main([str(tmp_path / "run"), str(tmp_path / "adapter")])
         output = capsys.readouterr().out
         assert re.search(messages.containing("PEFT", "generate", str(ids), "<|im_end|>"), output)
-
-
-def _with_a_bad_record(folder):
-    good = (folder / "chats.jsonl").read_text().splitlines()[0]
-    (folder / "bad.jsonl").write_text(good + '\n{"messages": []}\n')
-    return f"{{source: {folder / 'bad.jsonl'}, format: messages}}"

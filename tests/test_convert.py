@@ -207,7 +207,9 @@ def test_a_teacher_makes_a_distillation_and_online_rl_is_refused(tmp_path):
         file.write_text(f"teacher_model_name_or_path: big\nbeta: {beta}\nloss_top_k: 64\n")
         objective = yaml_io.load(convert.convert([file], num_gpus=1))["objective"]
         assert objective == {"type": "distill", "teacher": "big"} | fields
-    for line in ("num_generations: 8", "loss_type: dr_grpo", "epsilon_high: 0.28"):
+    for line in ("num_generations: 8", "loss_type: dr_grpo", "rl: grpo", "trainer: ppo"):
         file.write_text(f"model_name_or_path: small\n{line}\nepsilon: 0.2\n")
         with pytest.raises(UserError, match=rf"{line.replace(':', ' =')}: .*policy\.md"):
             convert.convert([file], num_gpus=1)
+    file.write_text("model_name_or_path: small\nrun_name: grpo\nwandb_project: dapo\n")
+    assert yaml_io.load(convert.convert([file], num_gpus=1))["objective"] == {"type": "sft"}

@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from jaxsp.attention.kernels.cudnn import cudnn_memory
+from jaxsp.attention.kernels import cudnn_limits
 from jaxsp.planning import absent
 from jaxsp.system import hardware
 from scripts import gpu_stages
@@ -70,7 +70,7 @@ def test_cudnn_attention_compiles_for_the_workspace_check():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     work = first_checks.make_workload(num_heads=4, num_kv_heads=2, max_segments=8, row_tokens=1024)
     (device,) = absent.make_devices("h100-80gb", 1)
-    split = cudnn_memory.choose_split(work)
+    split = cudnn_limits.choose_split(work)
     assert "__cudnn$fmha" in first_checks.compile_attention(work, split, device).as_text()
 
 

@@ -81,23 +81,3 @@ def test_the_benchmarks_accept_the_options_of_each_stage(tmp_path, monkeypatch):
     ]
     assert len(names) == 12
     assert table.resume == tmp_path / "old.json"
-
-
-@pytest.fixture
-def benchmark(tmp_path, monkeypatch):
-    """Makes a part whose module writes a result, prints a line, and ends as asked."""
-    monkeypatch.setattr(gpu_check.machine, "REPO", tmp_path)
-
-    def make(name, *, sleep=0, code=0, seconds=60):
-        text = f"""
-import pathlib, sys, time
-out = sys.argv[sys.argv.index("--out") + 1]
-pathlib.Path(out).write_text('{{"summary": "result of {name}"}}')
-print("a line", flush=True)
-time.sleep({sleep})
-sys.exit({code})
-"""
-        (tmp_path / f"{name}.py").write_text(text)
-        return gpu_stages.Part(name=name, seconds=seconds, module=name, arguments=())
-
-    return make

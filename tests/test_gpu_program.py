@@ -7,11 +7,12 @@ import re
 
 import pytest
 
-from jaxsp.attention.kernels.cudnn import cudnn_bins
+from jaxsp.attention.kernels import cudnn_bins
 from jaxsp.hf import model_config, published
 from jaxsp.planning import absent, candidates, hlo, planner
 from jaxsp.run import config_file
 from jaxsp.training.specs import make_spec
+from tests import small_runs
 
 pytestmark = pytest.mark.e2e
 
@@ -30,42 +31,21 @@ SMALL = {
 }
 
 
-def compiled_step(config):
-    """The step of a config with a model.config, on as many H100s as its mesh has."""
-    model = model_config.parse_model_config(config.model.config)
-    count = config.mesh.data * config.mesh.seq
-    devices = absent.make_devices("h100-80gb", count)
-    return absent.compile_step(make_spec(config.step, model, devices=devices))
-
-
 def small_step(slots, **memory):
     """Text of the step of data 2 x seq 4, bfloat16, rows of 8,192 tokens, 3 microbatches."""
-    config = config_file.parse(
-        {
-            "memory": memory,
-            "run": {"directory": "unused", "steps": 1},
-            "model": {"config": SMALL},
-            "mesh": {"data": 2, "seq": 4},
-            "data": {
-                "train": [{"source": "unused", "format": "tokens"}],
-                "row_tokens": 8192,
-                "max_segments_per_row": slots,
-            },
-            "batch": {"rows_per_step": 6},
-            "optimizer": {"learning_rate": 0.1},
-        }
+    fields = small_runs.make_fields(
+        pathlib.Path("unused"),
+        memory=memory,
+        model={"config": SMALL, "compute_dtype": "bfloat16"},
+        mesh={"data": 2, "seq": 4},
+        data={"row_tokens": 8192, "max_segments_per_row": slots},
+        batch={"rows_per_step": 6},
     )
-    return compiled_step(config).dump.hlo_text
-
-
-@pytest.fixture(
-    scope="module",
-    params=[64, pytest.param(1, marks=pytest.mark.slow)],
-    ids=["packed", "one document per row"],
-)
-def small(request):
-    """Maximum number of segments per row, and the text of the compiled step."""
-    return request.param, small_step(request.param)
+    config = config_file.parse(fields)
+    model = model_config.parse_model_config(config.model.config)
+    devices = absent.make_devices("h100-80gb", 8)
+    spec = make_spec(config.step, model, devices=devices)
+    return absent.compile_step(spec).dump.hlo_text
 
 
 def num_calls(text: str) -> tuple[int, int]:
@@ -78,16 +58,13 @@ def num_calls(text: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_attention_sends_bfloat16_in_6_all_to_alls_per_layer_and_microbatch(small):
+@pytest.mark.parametrize("slots", [64, 1], ids=["packed", "one document per row"])
+def test_a_step_sends_6_all_to_alls_and_calls_cudnn_once_per_bin_length_and_direction(slots):
+    text = small_step(slots)
     # forward q, k and v together, and the output; backward both again, then their transposes
-    calls = [sent for sent in hlo.parse_collectives(small[1]) if sent.operation == "all-to-all"]
+    calls = [sent for sent in hlo.parse_collectives(text) if sent.operation == "all-to-all"]
     assert sum(sent.num_runs for sent in calls) == 6 * 4 * 3
     assert {dtype for sent in calls for dtype in sent.bytes_by_dtype} == {"bf16"}
-
-
-@pytest.mark.slow
-def test_cudnn_is_called_once_per_bin_length_forward_and_not_again_backward(small):
-    slots, text = small
     expected = 4 * 3  # layers and microbatches
     if slots > 1:
         calls = cudnn_bins.plan_calls(num_rows=1, row_tokens=8192, max_segments=slots)
@@ -113,35 +90,24 @@ def test_offloaded_activations_are_in_host_memory_with_their_full_size():
     assert num_calls(text) == (4 * 3, 4 * 3)
 
 
-RECIPES = {
-    "llama31_8b_128k_8xh100": published.read_models()["meta-llama/Llama-3.1-8B"].fields,
-    "qwen25_7b_64k_8xh100": published.read_models()["Qwen/Qwen2.5-7B"].fields,
-    "qwen3_0p6b_32k_1xh100": published.read_models()["Qwen/Qwen3-0.6B"].fields,
-    "qwen35_9b_256k_8xh100": published.read_models()["Qwen/Qwen3.5-9B"].fields,
-    "qwen36_27b_256k_8xh100": published.read_models()["Qwen/Qwen3.6-27B"].fields,
-    "qwen3_30b_a3b_128k_8xh100": published.read_models()["Qwen/Qwen3-30B-A3B-Instruct-2507"].fields,
-    "gpt_oss_20b_128k_8xh100": published.read_models()["openai/gpt-oss-20b"].fields,
-}
-"""Published sizes of each recipe's model."""
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "llama31_8b_128k_8xh100",
-        pytest.param("qwen25_7b_64k_8xh100", marks=pytest.mark.slow),
-        pytest.param("qwen3_0p6b_32k_1xh100", marks=pytest.mark.slow),
-        pytest.param("qwen35_9b_256k_8xh100", marks=pytest.mark.slow),
-        pytest.param("qwen36_27b_256k_8xh100", marks=pytest.mark.slow),
-        pytest.param("qwen3_30b_a3b_128k_8xh100", marks=pytest.mark.slow),
-        pytest.param("gpt_oss_20b_128k_8xh100", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in [
+                *("qwen25_7b_64k_8xh100", "qwen3_0p6b_32k_1xh100", "qwen35_9b_256k_8xh100"),
+                *("qwen36_27b_256k_8xh100", "qwen3_30b_a3b_128k_8xh100", "gpt_oss_20b_128k_8xh100"),
+            ]
+        ),
     ],
 )
 def test_a_recipe_fits_its_gpus_and_states_its_memory(name):
     path = REPO / "configs" / f"{name}.yaml"
-    config = config_file.load(
-        path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"]
-    )
+    source = config_file.load(path, []).model.source
+    fields = json.dumps(published.read_models()[source].fields)
+    config = config_file.load(path, ["model.source=null", f"model.config={fields}"])
     model = model_config.parse_model_config(config.model.config)
     if problems := candidates.find_problems(config.step, platform="gpu", model=model):
         pytest.skip(problems[0])

@@ -9,7 +9,7 @@ import time
 import pytest
 import yaml
 
-from jaxsp.core import exit_codes
+from jaxsp.core.errors import ExitCode
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
@@ -111,13 +111,8 @@ def test_slurm_starts_only_a_run_that_hangs_or_is_killed_again(run_command, code
     ("code", "restarts", "requeued"), [(0, "0", True), (0, "20", False), (1, "0", False)]
 )
 def test_slurm_requeues_the_job_when_its_time_is_up(run_command, code, restarts, requeued):
-    exit_code, _, called = run_command(
-        SLURM,
-        "a.yaml",
-        codes=f"stops{code}",
-        signal_number=signal.SIGUSR1,
-        SLURM_RESTART_COUNT=restarts,
-    )
+    options = {"codes": f"stops{code}", "signal_number": signal.SIGUSR1}
+    exit_code, _, called = run_command(SLURM, "a.yaml", **options, SLURM_RESTART_COUNT=restarts)
     assert exit_code == code
     assert len(python_calls(called)) == 1
     assert ("scontrol requeue 7" in called) == requeued
@@ -139,7 +134,7 @@ def test_a_failure_that_needs_attention_ends_the_jobset_and_any_other_restarts_i
     assert rule["onExitCodes"] == {
         "containerName": CONTAINER["name"],
         "operator": "In",
-        "values": [exit_codes.USER_ERROR, exit_codes.NEEDS_ATTENTION],
+        "values": [ExitCode.USER_ERROR, ExitCode.NEEDS_ATTENTION],
     }
     policy = JOBSET["spec"]["failurePolicy"]
     (rule,) = policy["rules"]

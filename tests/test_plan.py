@@ -2,11 +2,8 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -14,27 +11,14 @@ import yaml
 
 import jaxsp
 from jaxsp import plan_cli
-from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.planning import gpus, planner
 from jaxsp.sharding import host_offload
-from tests import messages
+from tests import messages, small_runs
 from tests.planning import example_plans
 
 REPO = pathlib.Path(__file__).parent.parent
-
-KEYS = (
-    "fits",
-    "device_gib",
-    "host_gib",
-    "memory",
-    "sent_bytes",
-    "step_s_estimate",
-    "row_tokens",
-    "mesh",
-    "remat",
-)
 
 MODEL = {
     "model_type": "llama",
@@ -52,18 +36,14 @@ def run_plan(tmp_path, capsys):
     """Runs the command on a config of MODEL without data, and returns its output and JSON."""
 
     def run(*words):
-        fields = {
-            "run": {"directory": "unused", "steps": 1},
-            "model": {"config": MODEL},
-            "mesh": {"seq": 4},
-            "data": {
-                "train": [{"source": "not-here.jsonl", "format": "text"}],
-                "row_tokens": 32768,
-                "max_segments_per_row": 1,
-            },
-            "batch": {"rows_per_step": 8},
-            "optimizer": {"learning_rate": 0.1},
-        }
+        fields = small_runs.make_fields(
+            tmp_path,
+            "not-here.jsonl",
+            model={"config": MODEL, "compute_dtype": "bfloat16"},
+            mesh={"seq": 4},
+            data={"row_tokens": 32768, "max_segments_per_row": 1},
+            batch={"rows_per_step": 8},
+        )
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
         plan_cli.main(
             [str(tmp_path / "config.yaml"), *words, "--json", str(tmp_path / "plan.json")]
@@ -92,7 +72,6 @@ def test_a_plan_from_python_is_that_of_the_command(run_plan, tmp_path):
 @pytest.mark.usefixtures("compiler")
 def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
     printed, actual = run_plan()
-    assert set(KEYS) <= actual.keys()
     assert actual["fits"] is True
     assert actual["mesh"] == {"replica": 1, "data": 2, "seq": 4}, "a node of 8, since data is -1"
     assert sum(
@@ -269,39 +248,3 @@ def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan
     assert actual["published_sizes"] is None
     assert "published sizes" not in printed
     assert layers == [32, MODEL["num_hidden_layers"]]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiler")
-def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
-    """Runs the command without a cache, a login, data and a GPU. Nothing listens at port 9."""
-    environ = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    environ = {
-        name: value
-        for name, value in environ.items()
-        if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN")
-    }
-    config = "configs/llama31_8b_128k_8xh100.yaml"
-    words = ["data.row_tokens=16384", "--json", str(tmp_path / "plan.json")]
-    command = [sys.executable, "-m", "jaxsp", "plan", config, *words]
-    done = subprocess.run(
-        command, cwd=REPO, env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == exit_codes.OK, done.stderr
-    # jax 0.10 prints messages about CUDA before they can be turned off
-    assert not [
-        line
-        for line in done.stderr.splitlines()
-        if "cudart_stub" not in line and "absl::InitializeLog" not in line
-    ]
-    assert "meta-llama/Llama-3.1-8B" in done.stdout.splitlines()[0]
-    actual = json.loads((tmp_path / "plan.json").read_text())
-    assert actual["published_sizes"] == done.stdout.splitlines()[0]
-    assert actual["row_tokens"] == 16384
-    assert actual["fits"] is True
-    command = [sys.executable, "-m", "jaxsp.train", config, f"run.directory={tmp_path / 'run'}"]
-    done = subprocess.run(
-        command, cwd=REPO, env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == exit_codes.USER_ERROR, "training needs the weights"
-    assert "model.source = meta-llama/Llama-3.1-8B: " in done.stderr

@@ -13,11 +13,9 @@ import pytest
 
 from jaxsp import cli, export, train
 from jaxsp.config import yaml_io
-from jaxsp.core import exit_codes
-from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat
-from jaxsp.data.chat.chat import ChatOptions
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.core.errors import ExitCode, UserError
+from jaxsp.data import chat, tokenizers
+from jaxsp.data.chat import ChatOptions
 from jaxsp.run import build, config_file
 from tests import batches, commands, messages, small_runs
 
@@ -235,11 +233,11 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
     config_file.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
     for main, arguments, code in [
-        (train.main, ["c.yaml", "--verbose"], exit_codes.OK),
-        (train.main, ["c.yaml", "run.steps=5", "optimizer.learning_rate=1e30"], exit_codes.OK),
-        (train.main, ["c.yaml", "data.train.0.source=nothing.jsonl"], exit_codes.USER_ERROR),
-        (lambda _: dict(os.environ)["nothing"], [], exit_codes.INTERNAL_ERROR),
-        (export.main, ["run", "out"], exit_codes.OK),
+        (train.main, ["c.yaml", "--verbose"], ExitCode.OK),
+        (train.main, ["c.yaml", "run.steps=5", "optimizer.learning_rate=1e30"], ExitCode.OK),
+        (train.main, ["c.yaml", "data.train.0.source=nothing.jsonl"], ExitCode.USER_ERROR),
+        (lambda _: dict(os.environ)["nothing"], [], ExitCode.INTERNAL_ERROR),
+        (export.main, ["run", "out"], ExitCode.OK),
     ]:
         monkeypatch.setattr(sys, "argv", ["command", *arguments])
         with pytest.raises(SystemExit) as end:
@@ -263,6 +261,6 @@ def test_the_password_of_a_proxy_that_fails_is_not_printed(tmp_path, proxy):
     config_file.save(config, tmp_path / "c.yaml")
     env = {**CANARIES, "HTTPS_PROXY": proxy, "HF_HUB_OFFLINE": "0"}
     done = commands.run_python("-m", "jaxsp.train", tmp_path / "c.yaml", env=env)
-    assert done.returncode in (exit_codes.USER_ERROR, exit_codes.INTERNAL_ERROR)
+    assert done.returncode in (ExitCode.USER_ERROR, ExitCode.INTERNAL_ERROR)
     assert "no-user/no-model: " in done.stderr or "proxy" in done.stderr
     assert not SECRET.search(done.stdout + done.stderr), done.stderr

@@ -21,7 +21,7 @@ def test_every_script_can_be_imported(name):
     importlib.import_module(name)
 
 
-@pytest.mark.parametrize("run", published_runs.RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", published_runs.read_runs(), ids=lambda run: run.name)
 def test_a_published_run_names_its_source_and_fills_its_mesh(run):
     assert re.fullmatch(r"https://(github\.com/[^/]+/[^/]+/\S+|arxiv\.org/abs/\S+)", run.source)
     assert run.device in gpus.GPUS

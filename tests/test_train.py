@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import time
 
 import jax
 import numpy as np
@@ -13,27 +12,22 @@ import transformers
 from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.run import build, config_file, trainer
-from jaxsp.run.step_log import StepLog
-from tests import batches, commands, markdown, messages
+from tests import batches, commands, markdown, messages, small_runs
 
 MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}
 
 
 def settings(folder, **changes):
     """Config of a small run. Args: changes: fields by name, with __ for the dot."""
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": 2},
-        "model": {"config": MODEL, "compute_dtype": "float32"},
-        "mesh": {"data": -1, "seq": 1},
-        "data": {
-            "train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}],
-            "row_tokens": 128,
-        },
-        "batch": {"rows_per_step": 1},
-        "optimizer": {"name": "sgd", "learning_rate": 0.5, "schedule": "constant"},
-    }
+    fields = small_runs.make_fields(
+        folder,
+        "data.jsonl",
+        run={"steps": 2},
+        model={"config": MODEL},
+        data={"row_tokens": 128},
+        optimizer={"name": "sgd", "learning_rate": 0.5, "schedule": "constant"},
+    )
     for name, value in changes.items():
         section, field = name.split("__")
         fields.setdefault(section, {})[field] = value
@@ -139,32 +133,6 @@ def test_a_nan_loss_stops_the_run_and_saves_finite_weights(tmp_path):
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 
 
-@pytest.mark.slow
-def test_step_times_include_waits_for_data_but_not_late_logging(tmp_path, monkeypatch):
-    write_documents(tmp_path, [128] * 8)
-    read_step = BatchLoader.read_step
-    record = StepLog.record_dispatched_step
-
-    def read_slowly(self, step):
-        time.sleep(1.0 if step == 5 else 0.0)
-        return read_step(self, step)
-
-    def record_late(self, **options):
-        """Reads the second step's results after the third has ended."""
-        time.sleep(0.5 if self._num_finished == 1 and self._previous_step else 0.0)
-        record(self, **options)
-
-    monkeypatch.setattr(BatchLoader, "read_step", read_slowly)
-    monkeypatch.setattr(StepLog, "record_dispatched_step", record_late)
-    lines = run(settings(tmp_path, run__steps=8), 1)
-    assert all(line["data_wait_s"] <= line["step_s"] for line in lines)
-    waits = [line["data_wait_s"] for line in lines]
-    assert max(waits) > 0.3
-    assert waits.index(max(waits)) == 5, "the sixth step waits for its rows"
-    assert lines[4]["tokens_per_s"] == pytest.approx(128 / lines[4]["step_s"])
-    assert lines[1]["step_s"] < 0.4, "the second step ended before its results were read"
-
-
 @pytest.mark.parametrize(("resume", "suggestion"), [("auto", ""), ("never", "run.resume=auto")])
 def test_a_directory_with_other_files_is_refused_and_not_changed(tmp_path, resume, suggestion):
     write_documents(tmp_path, [128])
@@ -180,11 +148,8 @@ def test_a_directory_with_other_files_is_refused_and_not_changed(tmp_path, resum
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
-        (["jaxsp.train", "configs/quickstart.yaml", "sp_size=4", "run.stpes=3"], 2, "mesh.seq"),
-        (["jaxsp.train", "tests/config/foreign/axolotl.yaml"], 2, "jaxsp convert"),
         (["jaxsp.train", "configs/quickstart.yaml", "--lr", "1e-5"], 2, "optimizer.learning_rate="),
         (["jaxsp.export", "no-such-run", "out"], 2, "no-such-run"),
-        (["jaxsp.train", "--help"], 0, "optimizer.warmup_steps"),
     ],
 )
 def test_commands_print_errors_and_set_exit_codes(arguments, code, part):

@@ -33,14 +33,6 @@ OPTAX = 1e-6
 BF16 = 5e-3
 """Each gradient in bfloat16 against float32."""
 
-BF16_CANCELLING = 1.5e-2
-"""The same for the bias of k and the norms of q and k.
-
-At a random start, their gradients are small sums of terms that nearly cancel: adding the same
-vector to all keys hardly changes a softmax. Measured: 9.8e-3 for the bias and 9.3e-3 for a norm,
-where one rounding of an array to bfloat16 costs 1.7e-3; with a float32 kernel 8.9e-3 and 9.0e-3.
-"""
-
 ANGLES = 1e-5
 """Cosine and sine of a rotation against float64, absolute."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxsp.run import config_file
-from tests import commands
+from tests import batches, commands, small_runs
 
 ENDS_WITHIN_S = 30
 """Time limit from the failure of one process to the end of the other."""
@@ -48,33 +48,15 @@ def write_config(
         path = folder / f"texts/{number}.txt"
         if not path.exists():  # a file that is written again is tokenized again
             path.write_text(words * 40, encoding="utf-8")
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-    }
-    fields = {
-        "run": {"directory": str(folder / name), "steps": steps},
-        "model": {
-            "config": {"model_type": "llama", "vocab_size": 257, "intermediate_size": 24, **sizes},
-            "tokenizer": "bytes",
-            "compute_dtype": "float32",
-        },
-        "mesh": {"data": data, "seq": seq, "virtual_cpu_devices": devices},
-        "data": {
-            "train": [{"source": str(folder / "texts/*.txt"), "format": "text"}],
-            "row_tokens": 64,
-        },
-        "batch": {"rows_per_step": 2},
-        "optimizer": {
-            "name": "sgd",
-            "learning_rate": 0.5,
-            "schedule": "constant",
-            "warmup_steps": 0,
-        },
-        "logging": {"trackers": []},
-    }
+    sizes = {"hidden_size": 16, "num_attention_heads": 8, "head_dim": 4, "intermediate_size": 24}
+    fields = small_runs.make_fields(
+        folder,
+        run={"directory": str(folder / name), "steps": steps},
+        model={"config": batches.SMALL_LLAMA | sizes, "tokenizer": "bytes"},
+        mesh={"data": data, "seq": seq, "virtual_cpu_devices": devices},
+        data={"train": [{"source": str(folder / "texts/*.txt"), "format": "text"}]},
+        batch={"rows_per_step": 2},
+        optimizer={"name": "sgd", "learning_rate": 0.5, "schedule": "constant"},
+    )
     config_file.save(config_file.parse(fields), folder / f"{name}.yaml")
     return folder / f"{name}.yaml", folder / name / "metrics.jsonl"

@@ -2,36 +2,29 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxsp.attention import nodes
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
-from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
+from jaxsp.attention.kernels.cudnn import CudnnKernel
 from jaxsp.attention.kernels.kernel import (
+    AttentionWorkload,
     Device,
     Kernel,
     KernelSettings,
-    KernelWorkload,
     ScoreConfig,
-    UnsupportedReason,
     divisors,
     min_device_bytes,
 )
-from jaxsp.attention.strategies import nodes
-from jaxsp.attention.strategies.all_gather import AllGather
-from jaxsp.attention.strategies.attention_config import AttentionConfig
-from jaxsp.attention.strategies.ring import Ring
-from jaxsp.attention.strategies.strategy import Strategy, combine
-from jaxsp.attention.strategies.token_exchange import TokenExchange
-from jaxsp.attention.strategies.ulysses import Ulysses
-from jaxsp.attention.strategies.workload import (
-    GroupRows,
-    HasHeads,
-    LayerWorkload,
-    count_workloads,
-    drop_long_windows,
-)
+from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategy import Strategy, TokenExchange, combine
+from jaxsp.attention.ulysses import Ulysses
+from jaxsp.attention.workload import GroupRows, HasHeads, count_workloads, drop_long_windows
 from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
 from jaxsp.system import hardware
@@ -48,55 +41,60 @@ _MIN_MENTIONED_LSE_BYTES = 64 * units.MIB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelException:
-    """Kernel of layers whose heads the kernel of the other layers does not compute."""
+class KernelChoice:
+    """Kernel of layers with the same sizes of heads."""
 
-    heads: tuple[int, int]
-    """Their `ScoreConfig.heads`."""
     kernel: Kernel
     settings: KernelSettings
-    reason: str
-    """Reason that it is not an earlier kernel."""
+    reason: str = ""
+    """Reason that `auto` did not use an earlier kernel; empty if it used its first."""
+    heads: tuple[int, int] | None = None
+    """Number of K/V heads and size of a head."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
-    """Strategy, kernel and settings of attention, for rows of one length. Processes compare its
+    """Strategy, kernels and settings of attention, for rows of one length. Processes compare its
     `repr`."""
 
     strategy: Strategy
-    alternatives: tuple[tuple[str, int], ...]
-    """Descriptions of the other strategies that `auto` considered, with their `sent_bytes`."""
-    sent_bytes: int
-    """Bytes that each device sends per layer and microbatch if attention's results are saved for
-    the backward pass, whatever memory.remat is: the mean of all layers."""
-    kernel: Kernel
-    settings: KernelSettings
-    fallback_reason: str
-    """Reason that `auto` did not use its first kernel; empty if it did."""
+    kernels: tuple[KernelChoice, ...]
+    """Kernel of the first layer, and others of layers with other heads."""
     layer_scores: tuple[ScoreConfig, ...]
     """Scores of each layer, without windows that are at least as long as the rows."""
-    exceptions: tuple[KernelException, ...] = ()
-    """Other kernels that layers with other heads have than those of the first layer."""
+    sent_bytes: int = 0
+    """Bytes that each device sends per layer and microbatch if attention's results are saved for
+    the backward pass, whatever memory.remat is: the mean of all layers."""
+    alternatives: tuple[tuple[str, int], ...] = ()
+    """Descriptions of the other strategies that `auto` considered, with their `sent_bytes`."""
+
+    @property
+    def kernel(self) -> Kernel:
+        """Kernel of the first layer."""
+        return self.kernels[0].kernel
+
+    @property
+    def settings(self) -> KernelSettings:
+        return self.kernels[0].settings
+
+    @property
+    def fallback_reason(self) -> str:
+        return self.kernels[0].reason
 
     def find_kernel(self, heads: tuple[int, int] | None) -> tuple[Kernel, KernelSettings]:
         """Kernel of layers with these `ScoreConfig.heads`."""
-        for other in self.exceptions:
-            if other.heads == heads:
-                return other.kernel, other.settings
-        return self.kernel, self.settings
+        chosen = next((x for x in self.kernels[1:] if x.heads == heads), self.kernels[0])
+        return chosen.kernel, chosen.settings
 
     @property
     def library_kernel(self) -> Kernel:
         """The kernel that XLA does not compile; that of the first layer if there is none."""
-        kernels = (self.kernel, *(x.kernel for x in self.exceptions))
-        return next((kernel for kernel in kernels if kernel.custom_call_prefix), self.kernel)
+        return next((x.kernel for x in self.kernels if x.kernel.custom_call_prefix), self.kernel)
 
     @property
     def workspace_bytes(self) -> int:
         """The largest `KernelSettings.workspace_bytes` of a kernel."""
-        settings = (self.settings, *(x.settings for x in self.exceptions))
-        return max(x.workspace_bytes for x in settings)
+        return max(x.settings.workspace_bytes for x in self.kernels)
 
 
 class StrategyOption(NamedTuple):
@@ -128,39 +126,29 @@ def choose_attention(
     device_bytes = device_bytes or min_device_bytes(devices)
     # As if attention were saved, so that memory options do not change the choice
     layers = count_workloads(rows, model)
-    by_heads: dict[tuple[int, int], list[KernelWorkload]] = {}
+    by_heads: dict[tuple[int, int], list[AttentionWorkload]] = {}
     for each in layers:
         workload = strategy.kernel_workload(each)
         by_heads.setdefault((each.num_kv_heads, each.head_dim), []).append(workload)
-    made: dict[tuple[int, int], KernelException] = {}
+    kernels: list[KernelChoice] = []
     for heads, workloads in by_heads.items():
         kernel, reason = _choose_kernel(requested.kernel, workloads, devices, device_bytes)
-        raise_if_whole_rows_only(kernel, strategy)
-        chunks = requested.head_chunks if not made or kernel.supports_head_chunks else None
+        is_split = not kernels or kernel.supports_head_chunks
+        chunks = requested.head_chunks if is_split else None
         settings = _configure(kernel, workloads, chunks, reason, devices, device_bytes)
-        made[heads] = KernelException(heads=heads, kernel=kernel, settings=settings, reason=reason)
-    first = next(iter(made.values()))
-    layer = _find_common_heads(layers)
-    others = _list_automatic(requested, layer, seq=rows.seq) if rows.seq > 1 else []
+        kernels.append(KernelChoice(kernel=kernel, settings=settings, reason=reason, heads=heads))
     sent_bytes = {}
-    for candidate in (strategy, *_without_problems(others, layer)):
+    for candidate in (strategy, *_list_alternatives(requested, layers, seq=rows.seq)):
         total = sum(count * sum(candidate.sent_bytes(x).values()) for x, count in layers.items())
         sent_bytes[candidate] = total // sum(layers.values())
+    first, *others = kernels
+    is_other = lambda x: (x.kernel, x.settings) != (first.kernel, first.settings)
     return AttentionChoice(
         strategy=strategy,
-        alternatives=tuple(
-            (candidate.description, num_bytes)
-            for candidate, num_bytes in sent_bytes.items()
-            if candidate != strategy
-        ),
-        sent_bytes=sent_bytes[strategy],
-        kernel=first.kernel,
-        settings=first.settings,
-        fallback_reason=first.reason,
+        kernels=(first, *filter(is_other, others)),
         layer_scores=drop_long_windows(model.layer_scores, row_tokens=rows.row_tokens),
-        exceptions=tuple(
-            x for x in made.values() if (x.kernel, x.settings) != (first.kernel, first.settings)
-        ),
+        sent_bytes=sent_bytes.pop(strategy),
+        alternatives=tuple((x.description, size) for x, size in sent_bytes.items()),
     )
 
 
@@ -185,24 +173,18 @@ def choose_strategy(requested: AttentionConfig, rows: GroupRows, model: HasHeads
         value = getattr(requested, option)
         default = AttentionConfig.model_fields[option].default
         if option not in best.tokens.options and value != default:
-            users = [name for name, x in TOKEN_EXCHANGES.items() if option in x.options]
+            users = errors.format_choices(
+                name for name, x in TOKEN_EXCHANGES.items() if option in x.options
+            )
             raise UserError(
-                f"attention.{option} = {value}: applies only to {errors.format_choices(users)}, "
-                f"and attention.strategy is {requested.strategy} ({best.description}). Use "
-                f"attention.{option}={default or 'null'}, or attention.strategy="
-                f"{errors.format_choices(users)}."
+                f"attention.{option} = {value}: applies only to {users}, and attention.strategy is "
+                f"{requested.strategy} ({best.description}). Use attention.{option}="
+                f"{default or 'null'}, or attention.strategy={users}."
             )
     problem = best.find_problem(layer)
     if problem is not None:
         raise UserError(problem)
     return best
-
-
-def _find_common_heads(layers: Iterable[LayerWorkload]) -> LayerWorkload:
-    """The first workload, with K/V heads of which all layers have a multiple."""
-    first, *others = layers
-    num_kv_heads = math.gcd(first.num_kv_heads, *(layer.num_kv_heads for layer in others))
-    return dataclasses.replace(first, num_kv_heads=num_kv_heads)
 
 
 def list_options(
@@ -220,7 +202,7 @@ def list_options(
         for field in ("ulysses_degree", *_list_exchange_options())
     }
     options = []
-    for candidate in _list_all(requested, layer, seq=rows.seq):
+    for candidate in _list_strategies(requested, layer, seq=rows.seq):
         fields = unused | candidate.config_fields
         if not candidate.layout.keeps_order:
             fields["chunks_per_device"] = requested.chunks_per_device
@@ -228,67 +210,20 @@ def list_options(
     return options
 
 
+def _find_common_heads(layers: Iterable[AttentionWorkload]) -> AttentionWorkload:
+    """The first workload, with K/V heads of which all layers have a multiple."""
+    first, *others = layers
+    num_kv_heads = math.gcd(first.num_kv_heads, *(layer.num_kv_heads for layer in others))
+    return dataclasses.replace(first, num_kv_heads=num_kv_heads)
+
+
 def _list_exchange_options() -> list[str]:
     """Fields of the config's attention that only some exchanges of tokens use."""
     return sorted(set[str]().union(*(x.options for x in TOKEN_EXCHANGES.values())))
 
 
-def _list_all(
-    requested: AttentionConfig, layer: LayerWorkload, *, seq: int, name: str | None = None
-) -> list[Strategy]:
-    """Lists the ways in which `seq` devices, at least 2, can share these heads.
-
-    Args: name: of one exchange of tokens; None: all, and whole rows.
-    """
-    wanted = requested.ulysses_degree
-    degrees = [n for n in _legal_degrees(layer, seq=seq) if wanted in (None, n)]
-    strategies = [combine(seq)] if seq in degrees and (name is None or wanted == seq) else []
-    for exchange in TOKEN_EXCHANGES.values():
-        if name in (None, exchange.name):
-            for n in degrees:
-                if n < seq:
-                    own_heads = Ulysses(degree=n).exchange_workload(layer)
-                    tokens = exchange.from_config(requested, own_heads, degree=seq // n)
-                    strategies.append(combine(n, tokens))
-    return strategies
-
-
-def _list_automatic(
-    requested: AttentionConfig, layer: LayerWorkload, *, seq: int
-) -> list[Strategy]:
-    """Strategies that `auto` considers."""
-    return [x for x in _list_all(requested, layer, seq=seq) if x.tokens.is_automatic]
-
-
-def _legal_degrees(layer: LayerWorkload, *, seq: int) -> list[int]:
-    """Numbers of neighbors that can share the heads, the largest first."""
-    return [n for n in reversed(divisors(seq)) if layer.num_heads % n == 0]
-
-
-def _link_time(strategy: Strategy, layers: Mapping[LayerWorkload, int]) -> float:
-    """Time that a strategy's collectives take in all layers, in bytes over NVLink.
-
-    Nodes have hardware.DEVICES_PER_NODE devices, so that a plan and a run on any nodes choose
-    the same strategy.
-    """
-    node_devices = hardware.DEVICES_PER_NODE
-    # groups of another size than a node's lie on nodes in several ways, which repeat after this
-    period = math.lcm(strategy.seq, node_devices)
-    time = 0.0
-    for layer, num_layers in layers.items():
-        for operation, num_bytes in strategy.sent_bytes(layer).items():
-            groups = tuple(
-                tuple(first + position for position in group)
-                for first in range(0, period, strategy.seq)
-                for group in strategy.device_groups(operation)
-            )
-            load = nodes.find_load(operation, groups, node_devices=node_devices)
-            time += num_layers * num_bytes * max(load.link, NETWORK_COST * load.network)
-    return time
-
-
 def _list_candidates(
-    requested: AttentionConfig, layer: LayerWorkload, *, seq: int
+    requested: AttentionConfig, layer: AttentionWorkload, *, seq: int
 ) -> Sequence[Strategy]:
     """Strategies to choose from, at least one. Raises: UserError if there is none."""
     name = requested.strategy
@@ -314,21 +249,80 @@ def _list_candidates(
             f"{layer.num_heads} query heads. Use {errors.format_choices(sorted(legal))}, or null."
         )
     if name in TOKEN_EXCHANGES:
-        return _list_all(requested, layer, seq=seq, name=name)
-    candidates = _list_automatic(requested, layer, seq=seq)
+        return _list_strategies(requested, layer, seq=seq, name=name)
+    candidates = [x for x in _list_strategies(requested, layer, seq=seq) if x.tokens.is_automatic]
     whole_rows = [candidate for candidate in candidates if candidate.layout.keeps_order]
     return whole_rows or candidates
 
 
-def _without_problems(candidates: Sequence[Strategy], layer: LayerWorkload) -> Sequence[Strategy]:
+def _list_alternatives(
+    requested: AttentionConfig, layers: Iterable[AttentionWorkload], *, seq: int
+) -> Sequence[Strategy]:
+    """Strategies that `auto` considers, with the requested options."""
+    if seq == 1:
+        return []
+    layer = _find_common_heads(layers)
+    strategies = _list_strategies(requested, layer, seq=seq)
+    return _without_problems([x for x in strategies if x.tokens.is_automatic], layer)
+
+
+def _list_strategies(
+    requested: AttentionConfig, layer: AttentionWorkload, *, seq: int, name: str | None = None
+) -> list[Strategy]:
+    """Lists the ways in which `seq` devices, at least 2, can share these heads.
+
+    Args: name: of one exchange of tokens; None: all, and whole rows.
+    """
+    wanted = requested.ulysses_degree
+    degrees = [n for n in _legal_degrees(layer, seq=seq) if wanted in (None, n)]
+    strategies = [combine(seq)] if seq in degrees and (name is None or wanted == seq) else []
+    for exchange in TOKEN_EXCHANGES.values():
+        if name in (None, exchange.name):
+            for n in degrees:
+                if n < seq:
+                    own_heads = Ulysses(degree=n).exchange_workload(layer)
+                    tokens = exchange.from_config(requested, own_heads, degree=seq // n)
+                    strategies.append(combine(n, tokens))
+    return strategies
+
+
+def _legal_degrees(layer: AttentionWorkload, *, seq: int) -> list[int]:
+    """Numbers of neighbors that can share the heads, the largest first."""
+    return [n for n in reversed(divisors(seq)) if layer.num_heads % n == 0]
+
+
+def _without_problems(
+    candidates: Sequence[Strategy], layer: AttentionWorkload
+) -> Sequence[Strategy]:
     """Candidates whose options fit the heads; all of them if none does."""
-    fitting = [candidate for candidate in candidates if candidate.find_problem(layer) is None]
-    return fitting or candidates
+    return [x for x in candidates if x.find_problem(layer) is None] or candidates
+
+
+def _link_time(strategy: Strategy, layers: Mapping[AttentionWorkload, int]) -> float:
+    """Time that a strategy's collectives take in all layers, in bytes over NVLink.
+
+    Nodes have hardware.DEVICES_PER_NODE devices, so that a plan and a run on any nodes choose
+    the same strategy.
+    """
+    node_devices = hardware.DEVICES_PER_NODE
+    # groups of another size than a node's lie on nodes in several ways, which repeat after this
+    period = math.lcm(strategy.seq, node_devices)
+    time = 0.0
+    for layer, num_layers in layers.items():
+        for operation, num_bytes in strategy.sent_bytes(layer).items():
+            groups = tuple(
+                tuple(first + position for position in group)
+                for first in range(0, period, strategy.seq)
+                for group in strategy.device_groups(operation)
+            )
+            load = nodes.find_load(operation, groups, node_devices=node_devices)
+            time += num_layers * num_bytes * max(load.link, NETWORK_COST * load.network)
+    return time
 
 
 def _choose_kernel(
     name: str,
-    workloads: Sequence[KernelWorkload],
+    workloads: Sequence[AttentionWorkload],
     devices: Sequence[Device],
     device_bytes: int | None,
 ) -> tuple[Kernel, str]:
@@ -337,38 +331,26 @@ def _choose_kernel(
 
     Raises: UserError if the requested kernel does not support a workload.
     """
-
-    def find_reasons(kernel: Kernel) -> list[UnsupportedReason]:
-        reasons = (
-            kernel.unsupported_reasons(workload, devices=devices, device_bytes=device_bytes)
-            for workload in workloads
-        )
-        return next(filter(None, reasons), [])
-
-    requested = KERNELS.get(name)
-    if requested is not None:
-        reasons = find_reasons(requested)
-        if reasons:
-            raise UserError(
-                f"attention.kernel = {name}: {requested.title} {reason.reason}. {reason.suggestion}"
-                for reason in reasons
-            )
-        return requested, ""
     fallback_reason = ""
-    needs_chunks = workloads[0].chunks_per_row > 1
-    for kernel in KERNELS.values():
-        if needs_chunks and not _has_chunk_kernel(kernel):
-            continue
-        reasons = find_reasons(kernel)
+    for kernel in KERNELS.values() if name == "auto" else [KERNELS[name]]:
+        find_reasons = functools.partial(
+            kernel.unsupported_reasons, devices=devices, device_bytes=device_bytes
+        )
+        reasons = next(filter(None, map(find_reasons, workloads)), [])
         if not reasons:
             return kernel, fallback_reason
+        if name != "auto":
+            raise UserError(
+                f"attention.kernel = {name}: {kernel.title} {reason.reason}. {reason.suggestion}"
+                for reason in reasons
+            )
         fallback_reason = fallback_reason or f"{kernel.title} {reasons[0].reason}"
     raise AssertionError("one kernel supports everything")
 
 
 def _configure(
     kernel: Kernel,
-    workloads: Sequence[KernelWorkload],
+    workloads: Sequence[AttentionWorkload],
     requested_chunks: int | None,
     fallback_reason: str,
     devices: Sequence[Device],
@@ -386,33 +368,28 @@ def _configure(
             f"{errors.format_choices(supporting)} kernel, and this is {kernel.name}{because}. "
             "Use attention.head_chunks=null."
         )
-
-    def configure(workload: KernelWorkload, chunks: int | None) -> KernelSettings:
-        legal = kernel.legal_head_chunks(workload)
-        if chunks is not None and chunks not in legal:
-            raise UserError(
-                f"attention.head_chunks = {chunks}: must divide the {workload.num_heads} query and "
-                f"{workload.num_kv_heads} K/V heads of a device into equal chunks that the kernel "
-                f"supports for {workload.num_tokens:,} tokens. Use {errors.format_choices(legal)}, "
-                "or null."
-            )
-        return kernel.configure(
-            workload, devices=devices, device_bytes=device_bytes, head_chunks=chunks
+    legal = set.intersection(*(set(kernel.legal_head_chunks(x)) for x in workloads))
+    if requested_chunks is not None and requested_chunks not in legal:
+        first = workloads[0]
+        raise UserError(
+            f"attention.head_chunks = {requested_chunks}: must divide the {first.num_heads} query "
+            f"and {first.num_kv_heads} K/V heads of a device into equal chunks that the kernel "
+            f"supports for {first.kernel_tokens:,} tokens. Use "
+            f"{errors.format_choices(sorted(legal))}, or null."
         )
-
-    settings = [configure(workload, requested_chunks) for workload in workloads]
+    configure = functools.partial(kernel.configure, devices=devices, device_bytes=device_bytes)
+    settings = [configure(workload, head_chunks=requested_chunks) for workload in workloads]
     most_chunks = max(x.head_chunks for x in settings)
     if any(x.head_chunks != most_chunks for x in settings):
-        legal = set.intersection(*(set(kernel.legal_head_chunks(x)) for x in workloads))
-        enough = [n for n in sorted(legal) if n >= most_chunks]
-        if not enough:
+        enough = min((n for n in legal if n >= most_chunks), default=None)
+        if enough is None:
             kv_heads = max(x.num_kv_heads for x in workloads)
             raise UserError(
                 f"attention.head_chunks = null: some layers need {most_chunks} head chunks, and "
                 "the heads of layers with windows cannot be divided into that number. Use "
                 f"attention.kv_heads_per_gather={kv_heads}."
             )
-        settings = [configure(workload, enough[0]) for workload in workloads]
+        settings = [configure(workload, head_chunks=enough) for workload in workloads]
     return dataclasses.replace(
         settings[0],
         capacity_factor=min(x.capacity_factor for x in settings),
@@ -421,29 +398,19 @@ def _configure(
     )
 
 
-def raise_if_whole_rows_only(kernel: Kernel, strategy: Strategy) -> None:
-    """Raises: UserError if the strategy needs chunks of rows and the kernel computes none."""
-    if strategy.layout.keeps_order or _has_chunk_kernel(kernel):
-        return
-    names = errors.format_choices(k.name for k in KERNELS.values() if _has_chunk_kernel(k))
-    raise UserError(
-        f"attention.kernel = {kernel.name}: computes whole rows only, and {strategy.description} "
-        f"needs chunks of them. Use attention.kernel={names}, or attention.strategy=ulysses."
-    )
-
-
-def _has_chunk_kernel(kernel: Kernel) -> bool:
-    return kernel.make_chunk_kernel(KernelSettings(), ScoreConfig()) is not None
-
-
 def describe_exceptions(choice: AttentionChoice) -> list[str]:
     """Descriptions of the kernels that only some layers have."""
-    heads = [score.heads for score in choice.layer_scores]
-    return [
-        f"{heads.count(x.heads)} of {len(heads)} layers: {x.kernel.describe()} kernel for "
-        f"{x.heads[0]} K/V heads of {x.heads[1]}{x.reason and f', because {x.reason}'}"
-        for x in choice.exceptions
-    ]
+    layer_heads = [score.heads for score in choice.layer_scores]
+    descriptions = []
+    for other in choice.kernels[1:]:
+        assert other.heads is not None
+        num_heads, size = other.heads
+        descriptions.append(
+            f"{layer_heads.count(other.heads)} of {len(layer_heads)} layers: "
+            f"{other.kernel.describe()} kernel for {num_heads} K/V heads of {size}"
+            + (f", because {other.reason}" if other.reason else "")
+        )
+    return descriptions
 
 
 def describe_choice(choice: AttentionChoice, model: HasHeads) -> str:

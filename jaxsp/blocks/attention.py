@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jaxsp.attention.attend import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.attention.cached_attention import CachedKeys, attend_to_cache
-from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.blocks import rope
 from jaxsp.blocks.block import (
     LayerCache,

@@ -27,8 +27,14 @@ from jaxsp.blocks.block import (
 from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, NormNames
 from jaxsp.blocks.layers import Parameter, RowGroups, Weights, declare_param, scale
 from jaxsp.blocks.linear import Keys, Linear
-from jaxsp.delta_rule import convolution, delta_rule, kernels
-from jaxsp.delta_rule.spans import OwnSegments, RowSpans, find_segments
+from jaxsp.delta_rule import delta_rule, kernels
+from jaxsp.delta_rule.spans import (
+    OwnSegments,
+    RowSpans,
+    convolve,
+    convolve_token,
+    find_segments,
+)
 
 OUTPUT = "delta_net_out"
 
@@ -235,7 +241,7 @@ class DeltaNet(Mixer):
     ) -> Float[Array, "B l H V"]:
         with jax.named_scope(SCOPE):
             (qkv_BlX, g_BlH, beta_BlH), segments, spans = self._prepare(inputs, rows)
-            filtered = convolution.convolve(qkv_BlX, _join_filters(weights), segments, spans)
+            filtered = convolve(qkv_BlX, _join_filters(weights), segments, spans)
             q, k, v = _split_qkv(_sizes(config), filtered)
             compute = kernels.find(_sizes(config).kernel)
             out = compute(q, k, v, g_BlH, beta_BlH, segments.is_first_Bl, spans=spans)
@@ -260,7 +266,7 @@ class DeltaNet(Mixer):
         sizes = _sizes(config)
         with jax.named_scope(SCOPE):
             (qkv_BlX, *strengths), segments, spans = self._prepare(inputs, rows)
-            filtered = convolution.convolve(qkv_BlX, _join_filters(weights), segments, spans)
+            filtered = convolve(qkv_BlX, _join_filters(weights), segments, spans)
             qkv = _split_qkv(sizes, filtered)
             # Padding changes no state, so that the row's last state is that of its last token
             out, state = delta_rule.compute_with_state(
@@ -277,7 +283,7 @@ class DeltaNet(Mixer):
     ) -> tuple[Float[Array, "B 1 H V"], LayerCache]:
         qkv_B1X, *strengths = inputs
         with jax.named_scope(SCOPE):
-            filtered, before = convolution.convolve_token(
+            filtered, before = convolve_token(
                 token.states["before"], qkv_B1X, _join_filters(weights)
             )
             qkv = _split_qkv(_sizes(config), filtered)

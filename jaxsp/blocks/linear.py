@@ -193,7 +193,7 @@ class LoraAdapter(nnx.Module):
     """Adapter of a projection: see `blocks.config.Lora`. Names are those of PEFT.
 
     A has random weights of the variance that PEFT gives them, B is 0, and DoRA's magnitudes are the
-    norms of the rows of W (`training.weight_init.init_magnitudes`).
+    norms of the rows of W (`training.train_state.init_magnitudes`).
     """
 
     def __init__(self, weight: Parameter, lora: Lora, *, shared: "LoraAdapter | None"):

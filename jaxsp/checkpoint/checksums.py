@@ -18,10 +18,10 @@ from jaxtyping import Array, UInt32
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import host_memory
 from jaxsp.optimizers import optimizer
 from jaxsp.sharding import quantization
-from jaxsp.training import trainable
+from jaxsp.system import device_memory
+from jaxsp.training import train_state
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.
@@ -51,8 +51,8 @@ def unpadded_shapes(
 
 def compute_frozen(table: layers.Weights, weights: layers.Weights) -> dict[str, str]:
     """Returns the checksum of each frozen weight by its path; empty without any."""
-    frozen = trainable.select_frozen(table, table)
-    items = {"base": trainable.select_frozen(table, weights)}
+    frozen = train_state.select_frozen(table, table)
+    items = {"base": train_state.select_frozen(table, weights)}
     return compute_on_devices(name_leaves(items), unpadded_shapes(frozen, items, like="base"))
 
 
@@ -62,11 +62,6 @@ def name_leaves(tree: Any) -> dict[str, Any]:
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
-
-
-def to_shape(x: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and sharding of an array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def compute_on_devices(arrays: Mapping[str, Array], unpadded: Mapping[str, Any]) -> dict[str, str]:
@@ -82,14 +77,16 @@ def compute_on_devices(arrays: Mapping[str, Array], unpadded: Mapping[str, Any])
 
 
 def compile_programs(
-    arrays: Mapping[str, Any], unpadded: Mapping[str, Any]
+    arrays: Mapping[str, Array], unpadded: Mapping[str, Any]
 ) -> dict[str, jax.stages.Compiled]:
-    """Compiles the programs of `compute_on_devices`, for arrays or jax.ShapeDtypeStructs.
-
-    Arrays of one shape, dtype and sharding share a program, as a weight does with its moments. This
-    takes a third of the time of one program for all arrays.
-    """
-    return {name: _compile(to_shape(array), unpadded[name].shape) for name, array in arrays.items()}
+    """Compiles the programs of `compute_on_devices`. Arrays of one shape, dtype and sharding share
+    a program, as a weight does with its moments."""
+    return {
+        name: _compile(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), unpadded[name].shape
+        )
+        for name, x in arrays.items()
+    }
 
 
 def compute_on_host(array: np.ndarray) -> str:
@@ -116,11 +113,11 @@ def _compile(like: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.stages.C
 
     def sum_layer(layer: tuple[Array, Array]) -> UInt32[Array, "two"]:
         start, x_layer = layer
-        return sum_block(host_memory.to_device(x_layer)[None], start)
+        return sum_block(device_memory.to_device(x_layer)[None], start)
 
     def sum_bits(x: Array) -> UInt32[Array, "two"]:
-        if not host_memory.is_on_host(x) or len(shape) < 3:  # without layers: copied whole
-            return sum_block(jnp.atleast_1d(host_memory.to_device(x)), np.uint32(0))
+        if not device_memory.is_on_host(x) or len(shape) < 3:  # without layers: copied whole
+            return sum_block(jnp.atleast_1d(device_memory.to_device(x)), np.uint32(0))
         sums = jax.lax.map(sum_layer, (jnp.arange(shape[0], dtype=jnp.uint32), x))
         return sums.sum(0, dtype=jnp.uint32)
 

@@ -1,15 +1,33 @@
-"""Folders of checkpoints: which are kept and which are deleted, and free space for them."""
+"""Config of checkpoints: which are kept and which are deleted, and free space for them."""
 
 import contextlib
 import pathlib
 import shutil
+from typing import Annotated
 
-from jaxsp.checkpoint import reader, run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint import run_paths
+from jaxsp.config.fields import ConfigSection, NonNegativeCount, PositiveCount, with_examples
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 
 DELETING_SUFFIX = ".deleting"
+
+
+class CheckpointConfig(ConfigSection):
+    """Checkpoint retention."""
+
+    keep_latest: PositiveCount = 2
+    """Number of latest checkpoints to keep. Older ones are deleted when the next one is complete,
+    so the disk must hold one more. The run does not start without space for one checkpoint, and
+    prints a warning without space for all."""
+    keep_best: NonNegativeCount = 0
+    """Number of checkpoints with the lowest loss on an eval set to keep, in addition to the latest
+    ones. If it is not 0, the run evaluates before each checkpoint. A checkpoint that a stop writes
+    is evaluated when the run resumes."""
+    best_eval: Annotated[str | None, with_examples("held out", min_length=1)] = None
+    """Name of the eval set whose loss ranks checkpoints for keep_best and decides early stopping.
+    null: the first of data.eval, or held_out. After a change of this field or of that set's
+    documents, earlier losses no longer count."""
 
 
 def list_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -25,7 +43,6 @@ def list_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def remove_unfinished(directory: pathlib.Path) -> None:
-    """Removes unfinished checkpoints."""
     for path in list_unfinished(directory):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -38,8 +55,10 @@ def delete_superseded(
     Only checkpoints with a loss on `eval_set` are ranked. Of equal losses, the later is better.
     A numbered folder without a checkpoint's metadata stays. Raises: OSError.
     """
+    from jaxsp.checkpoint import reader  # imports jax, which the config is read without
+
     steps = run_paths.list_steps(directory)
-    steps = [step for step in steps if (directory / str(step) / reader.META_FILE).is_file()]
+    steps = [step for step in steps if (directory / str(step) / run_paths.META_FILE).is_file()]
     digest = (eval_set or {}).get("digest")
     ranked = []
     for step in steps if digest else ():

@@ -17,6 +17,7 @@ vanished would look like one that has not written any yet."""
 MASTER = "master"
 OPT = "opt"  # item of a checkpoint with the optimizer state; absent without state (sgd)
 META = "meta"
+META_FILE = f"{META}/metadata"
 
 
 def name_local(url: str) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import run_paths
-from jaxsp.checkpoint.reader import META_FILE
-from jaxsp.core import files, paths
+from jaxsp.checkpoint.run_paths import META_FILE
+from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError, at
 from jaxsp.system import distributed, run_lock
 
@@ -39,14 +39,14 @@ def find_steps(names: Iterable[str], file: str = META_FILE) -> set[int]:
 
 def make_local(text: str) -> str:
     """Returns the local copy of a run's or a checkpoint's URL; other texts are returned."""
-    if not paths.is_url(text):
+    if not files.is_url(text):
         return text
     from jaxsp.system.object_store import ObjectStore
 
-    paths.check_url(text)
+    files.check_url(text)
     url, _, step = text.rstrip("/").partition(f"/{run_paths.CHECKPOINTS_DIR}/")
     store = ObjectStore(url)
-    folder = paths.cache_dir() / "downloads" / run_paths.name_local(url)
+    folder = files.cache_dir() / "downloads" / run_paths.name_local(url)
     steps = {int(step)} if step.isdecimal() else {max(find_steps(store.list()), default=-1)}
     download(store, folder, steps=steps)
     if not (folder / run_paths.CONFIG_FILE).exists():
@@ -176,7 +176,7 @@ def open_run(url: str, folder: pathlib.Path) -> Iterator[None]:
     At the start, the side with the later checkpoint, store or this process's copy in `folder`, is
     copied to the other. All processes must enter it together, after run_lock.lock.
     """
-    if not paths.is_url(url):
+    if not files.is_url(url):
         yield
         return
     from jaxsp.system.object_store import ObjectStore

@@ -21,14 +21,14 @@ from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums, reader, retention, run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta, EarlyStoppingState
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.run_storage import Uploads
-from jaxsp.core import files, host_memory, units
+from jaxsp.core import files, units
 from jaxsp.core.errors import UserError
-from jaxsp.system import distributed
+from jaxsp.system import device_memory, distributed
 from jaxsp.system.watchdog import RunStatus, read_bytes_written
-from jaxsp.training import trainable
+from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState
 
 MIN_SLICED_BYTES = 2**20
@@ -134,14 +134,12 @@ class CheckpointWriter:
     has_separate_folders: dataclasses.InitVar[bool] = False
     """See `make_handler`."""
     uploads: Uploads | None = None
-    compile_s: float = dataclasses.field(default=0.0, init=False)
-    """Seconds that the last `save` waited for the checksum programs to compile."""
     write_s: float | None = dataclasses.field(default=None, init=False)
     """Duration of the last write, without the waits for steps between its stages."""
 
     def __post_init__(self, has_separate_folders: bool) -> None:
         self.directory = self.directory.absolute()
-        self._trained = trainable.select_trained(self.table, self.table)
+        self._trained = train_state.select_trained(self.table, self.table)
         self._num_bytes = 0  # of a checkpoint's arrays; known from the first `save`
         self._progress = 0
         """MiB that all processes have written, or progress of their uploads, at the last poll."""
@@ -175,13 +173,6 @@ class CheckpointWriter:
             self._handler.close()
         self._pool.shutdown(wait=can_wait)
 
-    def compile_ahead(self, state: TrainState) -> None:
-        """Compiles the checksum programs during the first steps, before the first `save`."""
-        # shapes only: the first step reuses the memory of the arrays
-        items = jax.tree.map(checksums.to_shape, reader.list_items(state, self.table))
-        unpadded = checksums.unpadded_shapes(self._trained, items)
-        self._pool.submit(checksums.compile_programs, checksums.name_leaves(items), unpadded)
-
     def save(self, state: TrainState, meta: CheckpointMeta) -> WriteOutcome | None:
         """Starts to write a checkpoint, and returns when training may continue.
 
@@ -197,11 +188,8 @@ class CheckpointWriter:
         self._num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
         unpadded = checksums.unpadded_shapes(self._trained, items)
         arrays = checksums.name_leaves(items)
-        compile_began = time.monotonic()
         with self.status.compiling("checksums"):  # takes time before the first checkpoint
-            # in the thread, after what `compile_ahead` has started there
-            self._pool.submit(checksums.compile_programs, arrays, unpadded).result()
-        self.compile_s = time.monotonic() - compile_began
+            checksums.compile_programs(arrays, unpadded)
         digests = checksums.compute_on_devices(arrays, unpadded)
         described = {
             name: {"digest": digests[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
@@ -210,7 +198,7 @@ class CheckpointWriter:
         stages = self._write(items, dataclasses.replace(meta, arrays=described), began)
         self._pending = _PendingWrite(step=meta.step, stages=stages)
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(items)}
-        return self.poll(wait=host_memory.MEMORY_KIND in kinds)
+        return self.poll(wait=device_memory.MEMORY_KIND in kinds)
 
     def record_eval(
         self, step: int, loss: float | None, *, early_stopping: EarlyStoppingState | None
@@ -342,11 +330,11 @@ class CheckpointWriter:
     def _end_failed(self, write: _PendingWrite, first: int) -> WriteOutcome:
         """Removes what a failed write left. Args: first: index of the first failed process."""
         step = write.step
+        verb = "upload" if write.is_uploading else "write"
+        reason = f"process {first} could not {verb} its part"
         if write.is_uploading:
             self.uploads = None
-            reason = str(write.error or f"process {first} could not upload its part")
-            return WriteOutcome(step=step, failure=None, upload_failure=reason)
-        reason = f"process {first} could not write its part"
+            return WriteOutcome(step=step, failure=None, upload_failure=str(write.error or reason))
         if write.error is not None:
             # TensorStore puts the system's error code after long paths
             code = re.search(r"os_error_code='(\d+)'", str(write.error))
@@ -358,9 +346,8 @@ class CheckpointWriter:
             shutil.rmtree(self._partial_path(step), ignore_errors=True)
             free = retention.free_bytes(self.directory)
             if free is not None and free < self._num_bytes:
-                sizes = (self._num_bytes, free, self._num_bytes - free)
-                needed, left, missing = map(units.format_bytes, sizes)
-                reason += f" ({needed} needed, {left} free, {missing} missing)"
+                needed = units.format_bytes(self._num_bytes)
+                reason += f" ({needed} needed, {units.format_bytes(free)} free)"
         return WriteOutcome(step=step, failure=reason)
 
     def _partial_path(self, step: int) -> pathlib.Path:

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 
 from jaxsp.config import yaml_io
-from jaxsp.core import durations, paths
+from jaxsp.core import files, units
 
 HERE = "\0"
 """Placeholder for a section's dotted name in messages; `Schema.explain_errors` replaces it."""
@@ -138,7 +138,7 @@ Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 def parse_positive_duration(value: object) -> timedelta:
     """Parses a duration. Raises: ValueError with the rule, also for a duration of 0."""
-    duration = durations.parse(value)
+    duration = units.parse_duration(value)
     if not duration:
         raise ValueError("must be longer than 0s")
     return duration
@@ -146,8 +146,8 @@ def parse_positive_duration(value: object) -> timedelta:
 
 Duration = Annotated[
     timedelta,
-    pydantic.BeforeValidator(durations.parse),
-    pydantic.PlainSerializer(durations.to_text),
+    pydantic.BeforeValidator(units.parse_duration),
+    pydantic.PlainSerializer(units.format_duration),
 ]
 
 PositiveDuration = Annotated[Duration, pydantic.BeforeValidator(parse_positive_duration)]
@@ -199,8 +199,8 @@ def expand_home(value: str | None) -> str | None:
     """Replaces a leading `~`. Raises: UserError for a path or URL that cannot exist."""
     if value is None:
         return None
-    if paths.is_url(value):
-        paths.check_url(value)
+    if files.is_url(value):
+        files.check_url(value)
         return value.rstrip("/")
-    path = paths.expand_user(value)
+    path = files.expand_user(value)
     return str(path) if value.startswith("~") else value

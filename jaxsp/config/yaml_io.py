@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from jaxsp.core import durations, errors
+from jaxsp.core import errors, units
 
 _MAX_VALUES = 100_000
 """Maximum number of values in a config, each counted as often as aliases repeat it.
@@ -56,7 +56,7 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("+-.0123456789"))
 _Dumper.add_representer(
-    timedelta, lambda dumper, value: dumper.represent_str(durations.to_text(value))
+    timedelta, lambda dumper, value: dumper.represent_str(units.format_duration(value))
 )
 
 

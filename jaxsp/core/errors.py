@@ -1,5 +1,6 @@
-"""User errors, one line per problem."""
+"""User errors, one line per problem; and exit codes of the commands."""
 
+import enum
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -8,6 +9,21 @@ from contextlib import contextmanager
 _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode's categories of controls, of marks that reorder or hide text, of surrogates and of line
 separators."""
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of the commands."""
+
+    OK = 0
+    INTERNAL_ERROR = 1
+    """An error in jaxsp or on the machine; the traceback is printed."""
+    USER_ERROR = 2
+    """Invalid config, arguments or data."""
+    NEEDS_ATTENTION = 3
+    """The run stopped and needs attention, for example after a NaN loss."""
+    HUNG = 75
+    """The process hung; the same command resumes from the checkpoint (sysexits.h: EX_TEMPFAIL)."""
+    INTERRUPTED = 130
 
 
 def escape(text: str, *, keep: str = "") -> str:

@@ -16,11 +16,9 @@ from jaxsp.config.fields import (
     for_training,
     with_examples,
 )
-from jaxsp.data.formats.chats import Messages, PromptCompletion
-from jaxsp.data.formats.pairs import Preference, Unpaired
-from jaxsp.data.formats.plain import Text, Tokens
-from jaxsp.data.formats.source import Source
-from jaxsp.data.formats.trajectories import Trajectories
+from jaxsp.data.chat_formats import Messages, Preference, PromptCompletion, Unpaired
+from jaxsp.data.plain import Text, Tokens, Trajectories
+from jaxsp.data.source import Source
 
 FORMATS = (Text, Messages, PromptCompletion, Preference, Unpaired, Tokens, Trajectories)
 

@@ -8,19 +8,9 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxsp.core import paths
+from jaxsp.core import files
 from jaxsp.core.errors import UserError
-
-_FORMATS = {
-    "preference": {"chosen", "rejected"},
-    "unpaired": {"prompt", "completion", "label"},
-    "prompt_completion": {"prompt", "completion"},
-    "messages": {"messages"},
-    "trajectories": {"input_ids", "advantages"},
-    "tokens": {"input_ids"},
-    "text": {"text"},
-}
-"""Fields by which a format is found, in the order of trial."""
+from jaxsp.data.data_config import FORMAT
 
 
 def write_sources(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +55,7 @@ def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str,
             f"{type(given).__name__}. Use [record, ...], one split of a DatasetDict, or "
             "Dataset.from_pandas."
         )
-    folder = paths.cache_dir() / "records"
+    folder = files.cache_dir() / "records"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,8 +74,10 @@ def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str,
         target = folder / f"{digest[:32]}{suffix}"
         if not target.exists():  # its time is part of the identity of the records
             path.replace(target)
-    formats = [known for known, needed in _FORMATS.items() if columns >= needed]
-    defaults = {"name": name} | ({"format": formats[0]} if formats else {})
+    # those that need more fields first
+    formats = sorted(FORMAT.by_name().items(), key=lambda item: -len(item[1].required))
+    known = [name for name, each in formats if columns >= {*each.required}]
+    defaults = {"name": name} | ({"format": known[0]} if known else {})
     return defaults | dict(source) | {"source": str(target)}
 
 

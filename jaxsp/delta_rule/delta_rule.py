@@ -1,6 +1,6 @@
 """The gated delta rule on rows that devices share: see `compute`.
 
-A device's tokens are N chunks, P sections of S chunks. Sections are independent until `stitching`
+A device's tokens are N chunks, P sections of S chunks. Sections are independent until `stitch`
 joins them.
 
     forward     1  the map of each chunk, and from them that of each section
@@ -11,6 +11,14 @@ joins them.
 
 The passes over states take one product for each chunk of a section, for all sections at once. JAX's
 own backward pass would keep float32 arrays of all chunks.
+
+A section maps the state X that enters it to M X + U. Maps compose: first (M1, U1), then (M2, U2) is
+(M2 M1, M2 U1 + U2). So the states that enter all sections of all devices are a prefix over their
+maps. Products of M do not grow: each is a product of matrices whose norms are at most 1, for
+strengths from 0 to 2.
+
+In a backward pass, gradients of states are mapped the same way, by M^T, from the last section to
+the first.
 """
 
 import dataclasses
@@ -22,10 +30,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from jaxsp.delta_rule import chunk, stitching
+from jaxsp.core import axes
+from jaxsp.delta_rule import chunk
 from jaxsp.delta_rule.chunk import ChunkMap, Tokens
 from jaxsp.delta_rule.spans import RowSpans
-from jaxsp.delta_rule.stitching import AffineMap
 
 CHUNK_TOKENS = 128
 
@@ -46,7 +54,6 @@ class Sections:
     """Division of a device's tokens into sections of chunks. Spans are padded to whole ones."""
 
     spans: RowSpans
-    chunk_tokens: int
     num_chunks: int
     """Chunks of a section."""
     per_span: int
@@ -68,7 +75,6 @@ class Sections:
             limit = total
         return cls(
             spans=spans,
-            chunk_tokens=CHUNK_TOKENS,
             num_chunks=num_chunks,
             per_span=per_span,
             at_a_time=max(n for n in range(1, limit + 1) if total % n == 0),
@@ -82,7 +88,7 @@ class Sections:
     @property
     def padded_tokens(self) -> int:
         """Tokens of this device, with the padding of its spans."""
-        return self.count * self.num_chunks * self.chunk_tokens
+        return self.count * self.num_chunks * CHUNK_TOKENS
 
     def split(self, x: Array) -> Array:
         """[l, ...] -> [groups, n, C, ...], n chunks at a time. Padding is 0, which changes no
@@ -91,7 +97,7 @@ class Sections:
         padding = self.padded_tokens // spans.count - spans.span_tokens
         x = x.reshape(spans.count, spans.span_tokens, *x.shape[1:])
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(-1, self.at_a_time, self.chunk_tokens, *x.shape[2:])
+        return x.reshape(-1, self.at_a_time, CHUNK_TOKENS, *x.shape[2:])
 
     def join(self, x: Array) -> Array:
         """The inverse of `split`."""
@@ -197,7 +203,7 @@ class _Rule:
         start = jnp.broadcast_to(jnp.eye(K, K + V), (sections.count, *maps.u.shape[2:-1], K + V))
         of_sections, _ = self._pass_states(start, *maps[:3])
         section_maps = AffineMap(of_sections[..., :K], of_sections[..., K:])
-        entering = stitching.stitch(section_maps, sections.spans)
+        entering = stitch(section_maps, sections.spans)
         last, states = self._pass_states(entering, *maps[:3], keeps=True)
         read = lambda group: _join_heads(_read(group[0], group[1], group[2], self.dtype))
         out = jax.lax.map(read, (maps.q, maps.out, states))
@@ -259,7 +265,7 @@ class _Rule:
         pass_gradients = functools.partial(self._pass_states, is_reversed=True)
         of_sections, _ = pass_gradients(start, decay, d, du)
         section_maps = AffineMap(jnp.swapaxes(residuals.section_m, -1, -2), of_sections)
-        leaving = stitching.stitch(section_maps, sections.spans, is_reversed=True)
+        leaving = stitch(section_maps, sections.spans, is_reversed=True)
         _, dstates = pass_gradients(leaving, decay, d, du, keeps=True)
 
         def pull(group: tuple[Array, ...]) -> list[Array]:
@@ -282,6 +288,85 @@ class _Rule:
 
         gradients = jax.lax.map(pull, (*arrays, residuals.states, dstates, douts))
         return (*(sections.join(x) for x in gradients), None)
+
+
+class AffineMap(NamedTuple):
+    """X -> m X + u, for any dims before the last two."""
+
+    m: Float32[Array, "... K K"]
+    u: Float32[Array, "... K V"]
+
+    def __call__(self, x: Float32[Array, "... K V"]) -> Float32[Array, "... K V"]:
+        return _compose(self.m, x) + self.u
+
+    def after(self, first: "AffineMap") -> "AffineMap":
+        """The map that applies `first`, then this one."""
+        return AffineMap(_compose(self.m, first.m), self(first.u))
+
+
+def _compose(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def stitch(
+    maps: AffineMap, spans: RowSpans, *, is_reversed: bool = False
+) -> Float32[Array, "P ... K V"]:
+    """State that enters each of this device's sections. The state before the row is 0.
+
+    Args:
+        maps: of this device's sections, [P, ...], those of a span after each other.
+        is_reversed: True if states come from the end of the row.
+    Sends: with rows that keep their order, log2(seq) + 1 times about one map; else one map for each
+        span of the row.
+    """
+    split = lambda x: x.reshape(spans.count, -1, *x.shape[1:])
+    by_section = AffineMap(*(jnp.swapaxes(split(x), 0, 1) for x in maps))
+    if is_reversed:
+        by_section = AffineMap(*(jnp.flip(x, 0) for x in by_section))
+
+    size = maps.m.shape[-1]
+    identity = AffineMap(
+        jnp.broadcast_to(jnp.eye(size, dtype=maps.m.dtype), by_section.m.shape[1:]),
+        jnp.zeros(by_section.u.shape[1:], maps.u.dtype),
+    )
+    add = lambda done, section: (section.after(done), None)
+    of_span, _ = jax.lax.scan(add, identity, by_section)
+    if spans.row_tokens == spans.span_tokens:
+        incoming = jnp.zeros_like(of_span.u)
+    elif spans.layout.keeps_order:
+        incoming = _stitch_devices(of_span, spans, is_reversed=is_reversed)
+    else:
+        # from the maps of all spans of the row
+        in_order = AffineMap(*(spans.gather_in_order(x) for x in of_span))
+        start = jnp.zeros_like(of_span.u[0])
+        step = lambda x, span: (span(x), x)
+        _, entering = jax.lax.scan(step, start, in_order, reverse=is_reversed)
+        incoming = entering[spans.own_ranks()]
+    _, states = jax.lax.scan(lambda x, section: (section(x), x), incoming, by_section)
+    if is_reversed:
+        states = jnp.flip(states, 0)
+    return jnp.swapaxes(states, 0, 1).reshape(maps.u.shape)
+
+
+def _stitch_devices(own: AffineMap, spans: RowSpans, *, is_reversed: bool) -> Array:
+    """State that enters each device, by a prefix over devices in log2(seq) exchanges.
+
+    Source: Hillis and Steele 1986, Data parallel algorithms.
+    """
+    device = jax.lax.axis_index(axes.SEQ)
+    place = spans.seq - 1 - device if is_reversed else device
+    done = own
+    distance = 1
+    while distance < spans.seq:
+        before = AffineMap(
+            *(spans.shift(x, distance=distance, is_reversed=is_reversed) for x in done)
+        )
+        both = done.after(before)
+        done = AffineMap(
+            *(jnp.where(place >= distance, new, old) for new, old in zip(both, done, strict=True))
+        )
+        distance *= 2
+    return spans.shift(done.u, distance=1, is_reversed=is_reversed)
 
 
 def _read(q: Array, out: Array, x: Array, dtype: Any) -> Float[Array, "T G R C V"]:

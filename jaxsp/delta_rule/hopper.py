@@ -1,6 +1,6 @@
 """The gated delta rule with the kernels of jax-linear-attention for Hopper GPUs.
 
-The passes are those of `delta_rule`, and `stitching` joins sections. A section is a whole span, up
+The passes are those of `delta_rule`, and `stitch` joins sections. A section is a whole span, up
 to the kernels' maximum, and one row of the kernels' batch. A row that is one section has no map
 pass.
 
@@ -23,9 +23,9 @@ from jla.ops.mosaic_gpu import gated_delta_rule_bwd as state_passes
 from jla.ops.mosaic_gpu import gated_delta_rule_kernels as chunk_passes
 from jla.ops.mosaic_gpu.scalar_gate_fused import fused_fwd_wy
 
-from jaxsp.delta_rule import delta_rule, stitching
+from jaxsp.delta_rule import delta_rule
+from jaxsp.delta_rule.delta_rule import AffineMap
 from jaxsp.delta_rule.spans import RowSpans
-from jaxsp.delta_rule.stitching import AffineMap
 
 
 def compute(
@@ -112,7 +112,7 @@ class _Sections:
         by_row = AffineMap(
             *(x.reshape(-1, self.spans.count * self.per_span, *x.shape[1:]) for x in (m, u))
         )
-        states = jax.vmap(lambda maps: stitching.stitch(maps, self.spans, **options))(by_row)
+        states = jax.vmap(lambda maps: delta_rule.stitch(maps, self.spans, **options))(by_row)
         return _transpose(states.reshape(u.shape))
 
     def run_forward(

@@ -14,19 +14,22 @@ import numpy as np
 
 from jaxsp.blocks import layers, rope
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.loader import StepCounts
-from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data import dataset
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.documents import Documents
+from jaxsp.data.loader import StepCounts
 from jaxsp.evaluation import long_ppl, token_losses
 from jaxsp.evaluation.long_ppl import LongPPL
-from jaxsp.evaluation.position_losses import PositionFields, PositionSums
-from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
-from jaxsp.objectives import derivatives
-from jaxsp.objectives.objective import PairObjective, Sft
-from jaxsp.objectives.pair_sums import PairSums
-from jaxsp.objectives.token_objective import TokenObjective
-from jaxsp.training import metric_table, train_step
+from jaxsp.evaluation.token_losses import (
+    AddTokens,
+    DocumentLosses,
+    DocumentSums,
+    PositionFields,
+    PositionSums,
+)
+from jaxsp.objectives.objective import Sft, TokenObjective
+from jaxsp.objectives.pairs import PairObjective, PairSums
+from jaxsp.training import metric_table, step_gradients, train_step
 from jaxsp.training.metric_table import Line, Sums
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_gradients import BatchLosses
@@ -82,7 +85,7 @@ def identify_eval_set(data: PackedDataset) -> dict[str, str]:
     """Returns the name and the digest of an eval set: of tokens, labels, and cuts of documents
     longer than a row. With the same digest, the same weights have the same loss up to rounding."""
     parts = [*data.digests, hashlib.sha256(data.documents.lengths.tobytes()).hexdigest()]
-    if any(source.has_long_documents() for source in data.documents.sources):
+    if any(source.num_long for source in data.documents.sources):
         parts += [data.documents.long_documents, str(data.stream.row_tokens)]
     return {"name": data.name, "digest": hashlib.sha256(" ".join(parts).encode()).hexdigest()}
 
@@ -107,7 +110,8 @@ class Evaluator:
 
     @functools.cached_property
     def _compute_losses(self) -> jax.stages.Compiled:
-        return train_step.compile_token_losses(self.spec)
+        compute = functools.partial(step_gradients.compute_token_losses, self.spec)
+        return train_step.compile_forward(self.spec, compute)
 
     def compile(self) -> None:
         """Compiles now instead of at the first evaluation."""
@@ -214,7 +218,7 @@ class Evaluator:
     ) -> Sums:
         """Gives the losses of tokens to `takers`, and returns counts and statistics."""
         compute_losses = self._compute_losses
-        master = self.spec.select_state(master)
+        master = {name: master[name] for name in self.spec.state_table}
         schedule = data.make_schedule(self.spec.config.rows_per_step, epochs=1)
         placement = self.spec.placement
         loader = data.make_loader(schedule, placement)
@@ -261,8 +265,7 @@ def _sum_pairs(spec: StepSpec, documents: Documents, sums: DocumentSums) -> Sums
         num_pairs=jnp.float32(num_pairs),
         num_first_tokens=jnp.float32(sums.num_tokens_D[::2].sum()),
     )
-    losses_P = derivatives.compute_losses(spec.objective, pairs)
-    measured = derivatives.measure(spec.objective, pairs, losses_P)
+    measured = spec.objective.sum_metrics(pairs, spec.objective.compute_losses(pairs))
     counts = {"num_pairs": np.int64(num_pairs), "loss_weight": np.int64(num_pairs)}
     return jax.tree.map(lambda x: _widen(np.asarray(x)), measured) | counts
 

@@ -23,9 +23,8 @@ from jaxsp.blocks import layers
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.chat import chat_template
+from jaxsp.data import chat_template, dataset
 from jaxsp.data.data_config import DataConfig
-from jaxsp.data.packing import dataset
 from jaxsp.evaluation.evaluator import Evaluator, describe_settings
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.training.metric_table import Line

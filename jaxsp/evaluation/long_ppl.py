@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data.dataset import PackedDataset
 from jaxsp.evaluation.token_losses import DocumentLosses
 
 CONTEXT_TOKENS = 4096

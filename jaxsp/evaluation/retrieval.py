@@ -18,8 +18,8 @@ from jaxsp.blocks import layers
 from jaxsp.core import files
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.units import format_count
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data import dataset
+from jaxsp.data.dataset import PackedDataset
 from jaxsp.evaluation.evaluator import Evaluator, SettingFields, describe_settings
 from jaxsp.tasks.task import Sample
 from jaxsp.training.metric_table import Line
@@ -111,17 +111,18 @@ class RetrievalEvaluator:
         """Yields the lines of these weights: see `TaskFields`."""
         for group in self._groups:
             # of each sample: its loss, its number of tokens, and of correct ones
-            cells: dict[tuple[str, int], list[tuple[Sample, np.ndarray]]] = {}
+            cells: dict[tuple[str, int], list[np.ndarray]] = {}
+            depths: dict[tuple[str, int], dict[str, list[np.ndarray]]] = {}
             sums = group.evaluator.score(group.data, master, on_batch=on_batch)
             scores = np.stack([sums.losses_D, sums.num_tokens_D, sums.num_correct_D])
             for (task, sample), score in zip(group.samples, scores.T, strict=True):
-                cells.setdefault((task, sample.length), []).append((sample, score))
-            for (task, length), cell in cells.items():
-                by_depth: dict[str, list[np.ndarray]] = {}
-                for sample, score in cell:
-                    if sample.depth is not None:
-                        by_depth.setdefault(f"{sample.depth:.3g}", []).append(score)
-                of_cell = [score for _, score in cell]
+                cell = (task, sample.length)
+                cells.setdefault(cell, []).append(score)
+                by_depth = depths.setdefault(cell, {})
+                if sample.depth is not None:
+                    by_depth.setdefault(f"{sample.depth:.3g}", []).append(score)
+            for (task, length), of_cell in cells.items():
+                by_depth = depths[task, length]
                 fields = TaskFields(
                     step=num_steps,
                     task=task,
@@ -154,10 +155,6 @@ def describe(samples: Samples) -> str:
         text = " and ".join(filter(None, (", ".join(lengths[:-1]), lengths[-1])))
         parts.append(f"{task} ({format_count(len(of_task), 'sample')} of {text} tokens)")
     return ", ".join(parts)
-
-
-LIGHT_FROM = 0.47
-"""Rate from which black text has more contrast to the cell than white."""
 
 
 def draw_if_possible(path: pathlib.Path, lines: Sequence[Line]) -> str:
@@ -193,18 +190,15 @@ def write_heatmap(path: pathlib.Path, needles: Sequence[Line]) -> None:
     image = panel.imshow(rates, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     for (row, column), rate in np.ndenumerate(rates):
         text = "none" if np.isnan(rate) else f"{rate:.2f}"
-        color = "white" if rate < LIGHT_FROM else "black"
+        # each color where it has more contrast to the cell
+        color = "white" if rate < 0.47 else "black"
         panel.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
     panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     panel.set_yticks(range(len(depths)), [f"{100 * float(depth):.3g}%" for depth in depths])
     panel.set_xlabel("length in tokens")
     panel.set_ylabel("depth of the needle\n(0% is the start)")
     panel.set_title("exact greedy answers by likelihood, not RULER's score", fontsize=9)
-    counts = sorted({line["num_samples"] // len(line["exact_rate_by_depth"]) for line in needles})
-    samples = "1 sample" if counts == [1] else f"{counts[0]} samples"
-    if len(counts) > 1:
-        samples = f"{counts[0]} to {counts[-1]} samples"
-    drawn.suptitle(f"Needle at step {needles[0]['step']:,}, {samples} per cell", fontsize=11)
+    drawn.suptitle(f"Needle at step {needles[0]['step']:,}", fontsize=11)
     drawn.colorbar(image, label="fraction of exact answers")
     content = io.BytesIO()
     drawn.savefig(content, dpi=120, format="png")

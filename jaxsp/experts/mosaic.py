@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.experts import places
-from jaxsp.experts.places import Places, Tiles
+from jaxsp.experts import tiled
+from jaxsp.experts.tiled import Places, Tiles
 
-_TILE = places.KERNEL_TILE
+_TILE = tiled.KERNEL_TILE
 """Places of a tile, rows of the results of a thread block, and columns."""
 
 _STEP = 64
@@ -83,7 +83,7 @@ def apply(
     num_slots = experts_TK.size
     number = min(num_slots, (num_slots + num_experts * (_TILE - 1)) // _TILE)
     tiles = Tiles(size=_TILE, block=number, number=number)
-    where = places.find_places(experts_TK, tiles, num_experts=num_experts)
+    where = tiled.find_places(experts_TK, tiles, num_experts=num_experts)
     return _apply(function, weights, x_TD, shares_TK, where)
 
 
@@ -92,8 +92,8 @@ def _apply(
     function: BlockFunction, weights: Any, x_TD: Array, shares_TK: Array, where: Places
 ) -> Array:
     weights = jax.tree.map(lambda weight: weight.astype(x_TD.dtype), weights)
-    x_PD = places.read_tokens(x_TD, where.slots_Nt.reshape(-1), shares_TK.shape[1])
-    y_TKD = places.read_places(function(x_PD, _hold(weights, where)), where)
+    x_PD = tiled.read_tokens(x_TD, where.slots_Nt.reshape(-1), shares_TK.shape[1])
+    y_TKD = tiled.read_places(function(x_PD, _hold(weights, where)), where)
     return jnp.sum(y_TKD.astype(jnp.float32) * shares_TK[..., None], axis=1).astype(x_TD.dtype)
 
 
@@ -103,13 +103,13 @@ def _apply_backward(
     given, x_TD, shares_TK, where = residuals
     weights = jax.tree.map(lambda weight: weight.astype(x_TD.dtype), given)
     slots_P = where.slots_Nt.reshape(-1)
-    read = functools.partial(places.read_tokens, slots=slots_P, num_chosen=shares_TK.shape[1])
+    read = functools.partial(tiled.read_tokens, slots=slots_P, num_chosen=shares_TK.shape[1])
     shares_P = shares_TK.reshape(-1).at[slots_P].get(mode="fill", fill_value=0)
     dout_PD = read(dout_TD).astype(jnp.float32)
     y_PD, pull = jax.vjp(function, read(x_TD), _hold(weights, where))
     dx_PD, dweights = pull((dout_PD * shares_P[:, None]).astype(y_PD.dtype))
     dshares_P = jnp.sum(y_PD.astype(jnp.float32) * dout_PD, axis=-1)
-    dx_TKD = places.read_places(dx_PD, where).astype(jnp.float32)
+    dx_TKD = tiled.read_places(dx_PD, where).astype(jnp.float32)
     dweights = jax.tree.map(lambda weight, own: own.holder.astype(weight.dtype), given, dweights)
     return dweights, jnp.sum(dx_TKD, axis=1).astype(x_TD.dtype), dshares_P[where.places_TK], None
 

@@ -4,8 +4,15 @@ A loop reads the tokens of a block and copies of their experts' matrices, so tha
 values exist for one block only. Every sum has a fixed order, without atomic additions: a result is
 the same in every run.
 
-Dims: T tokens, K experts of a token, E experts, N tiles of t places (`experts.places`), b tiles of
-a block, D model, i and o of a matrix.
+A token has a slot for each of its K experts. Slots are sorted by expert, and each expert's slots
+fill whole tiles; places that remain are empty. No token is dropped, whatever the router decides:
+the number of tiles is that of the worst case.
+
+    slots of experts    0 0 0 0 0 | 1 | 3 3 3
+    tiles of 4 places   0 0 0 0 | 0 . . . | 1 . . . | 3 3 3 . | . . . .
+
+Dims: T tokens, K experts of a token, S slots, E experts, N tiles of t places, b tiles of a block, D
+model, i and o of a matrix.
 """
 
 import functools
@@ -16,8 +23,90 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.experts import places
-from jaxsp.experts.places import Places
+MIN_TILE = 16
+MAX_TILE = 512
+"""Limits of the places of a tile, powers of two."""
+
+KERNEL_TILE = 128
+"""Places of a tile in the Mosaic kernels."""
+
+BLOCK_PLACES = 4096
+"""Maximum places that are multiplied at a time: they keep a GPU busy."""
+
+BLOCK_TILES = 8
+"""Maximum tiles that are multiplied at a time: there are copies of their experts' matrices."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of the tiles of slots."""
+
+    size: int
+    """Number of places of a tile."""
+    block: int
+    """Number of tiles that are multiplied at a time."""
+    number: int
+    """Number of tiles, a multiple of `block`; enough for any distribution of slots over experts."""
+
+
+def choose_tiles(num_slots: int, num_experts: int) -> Tiles:
+    """Tiles of half the slots that an expert has on average, so that few places are empty."""
+    average = max(1, num_slots // (2 * num_experts))
+    size = min(max(1 << (average.bit_length() - 1), MIN_TILE), MAX_TILE)
+    number = min(num_slots, (num_slots + num_experts * (size - 1)) // size)
+    num_blocks = -(-number // min(BLOCK_TILES, BLOCK_PLACES // size))
+    block = -(-number // num_blocks)
+    return Tiles(size, block, block * num_blocks)
+
+
+class Places(NamedTuple):
+    """Places of slots, and slots of places."""
+
+    slots_Nt: Int32[Array, "N t"]
+    """Slot of each place, token * K + number of the token's expert; T * K: none."""
+    experts_N: Int32[Array, "N"]
+    """Expert of each tile; any expert for a tile without slots."""
+    ends_E: Int32[Array, "E"]
+    """Number of tiles up to those of each expert."""
+    places_TK: Int32[Array, "T K"]
+    """Place of each slot, tile * t + place in the tile."""
+
+
+def find_places(experts_TK: Int32[Array, "T K"], tiles: Tiles, *, num_experts: int) -> Places:
+    """Places of all slots."""
+    experts_S = experts_TK.reshape(-1)
+    num_slots = experts_S.size
+    # Stable, so that an expert's tokens keep their order
+    order_S = jnp.argsort(experts_S, stable=True).astype(jnp.int32)
+    counts_E = jnp.zeros(num_experts, jnp.int32).at[experts_S].add(1)
+    tiles_E = -(-counts_E // tiles.size)
+    ends_E = jnp.cumsum(tiles_E)
+    sorted_S = experts_S[order_S]
+    first_place_E = (ends_E - tiles_E) * tiles.size
+    first_slot_E = jnp.cumsum(counts_E) - counts_E
+    rank_S = jnp.arange(num_slots, dtype=jnp.int32) - first_slot_E[sorted_S]
+    places_S = first_place_E[sorted_S] + rank_S
+    numbers_N = jnp.arange(tiles.number, dtype=jnp.int32)
+    experts_N = jnp.searchsorted(ends_E, numbers_N, side="right").astype(jnp.int32)
+    slots_P = jnp.full(tiles.number * tiles.size, num_slots, jnp.int32).at[places_S].set(order_S)
+    places_TK = jnp.zeros(num_slots, jnp.int32).at[order_S].set(places_S)
+    return Places(
+        slots_Nt=slots_P.reshape(tiles.number, tiles.size),
+        experts_N=jnp.minimum(experts_N, num_experts - 1),
+        ends_E=ends_E,
+        places_TK=places_TK.reshape(experts_TK.shape),
+    )
+
+
+def read_tokens(
+    x_TD: Float[Array, "T D"], slots: Int32[Array, "*places"], num_chosen: int
+) -> Float[Array, "*places D"]:
+    """The token of each place; zeros where there is none. Args: num_chosen: experts of a token."""
+    return x_TD.at[slots // num_chosen].get(mode="fill", fill_value=0)
+
+
+def read_places(x: Float[Array, "*places D"], where: Places) -> Float[Array, "T K D"]:
+    """Results at the places of each token."""
+    return x.reshape(-1, x.shape[-1])[where.places_TK]
 
 
 class Weight(NamedTuple):
@@ -84,8 +173,8 @@ def apply(
         weights: tree of arrays [E, ...].
     """
     num_experts = len(jax.tree.leaves(weights)[0])
-    tiles = places.choose_tiles(experts_TK.size, num_experts)
-    where = places.find_places(experts_TK, tiles, num_experts=num_experts)
+    tiles = choose_tiles(experts_TK.size, num_experts)
+    where = find_places(experts_TK, tiles, num_experts=num_experts)
     return _apply(function, tiles.block, weights, x_TD, shares_TK, where)
 
 
@@ -97,13 +186,13 @@ def _apply(
 
     def run_block(number: Array, y_NtD: Array) -> Array:
         slots_bt, experts_b = _read_block(number, block, where.slots_Nt, where.experts_N)
-        x_btD = places.read_tokens(x_TD, slots_bt, shares_TK.shape[1])
+        x_btD = read_tokens(x_TD, slots_bt, shares_TK.shape[1])
         y_btD = function(x_btD, _read_weights(weights, experts_b))
         return _write_block(y_NtD, y_btD, number)
 
     y_NtD = jax.lax.empty((*where.slots_Nt.shape, x_TD.shape[1]), x_TD.dtype)
     y_NtD = jax.lax.fori_loop(0, len(where.experts_N) // block, run_block, y_NtD)
-    y_TKD = places.read_places(y_NtD, where).astype(jnp.float32)
+    y_TKD = read_places(y_NtD, where).astype(jnp.float32)
     return jnp.sum(y_TKD * shares_TK[..., None], axis=1).astype(x_TD.dtype)
 
 
@@ -117,8 +206,8 @@ def _apply_backward(
     def pull_block(number: Array, state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
         dx_NtD, dshares_Nt, sums = state
         slots_bt, experts_b = _read_block(number, block, where.slots_Nt, where.experts_N)
-        x_btD = places.read_tokens(x_TD, slots_bt, num_chosen)
-        dout_btD = places.read_tokens(dout_TD, slots_bt, num_chosen).astype(jnp.float32)
+        x_btD = read_tokens(x_TD, slots_bt, num_chosen)
+        dout_btD = read_tokens(dout_TD, slots_bt, num_chosen).astype(jnp.float32)
         shares_bt = shares_TK.reshape(-1).at[slots_bt].get(mode="fill", fill_value=0)
         y_btD, pull = jax.vjp(function, x_btD, _read_weights(weights, experts_b))
         dx_btD, dweights = pull((dout_btD * shares_bt[..., None]).astype(y_btD.dtype))
@@ -141,7 +230,7 @@ def _apply_backward(
     )
     num_blocks = len(where.experts_N) // block
     dx_NtD, dshares_Nt, sums = jax.lax.fori_loop(0, num_blocks, pull_block, state)
-    dx_TKD = places.read_places(dx_NtD, where).astype(jnp.float32)
+    dx_TKD = read_places(dx_NtD, where).astype(jnp.float32)
     dx_TD = jnp.sum(dx_TKD, axis=1).astype(x_TD.dtype)
     dshares_TK = dshares_Nt.reshape(-1)[where.places_TK]
     dweights = jax.tree.map(lambda weight, gradient: gradient.astype(weight.dtype), given, sums)

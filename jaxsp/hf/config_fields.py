@@ -8,7 +8,7 @@ Fields that are not known to change arithmetic are kept, and written back into e
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxsp.config import json_values
 from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
@@ -17,6 +17,9 @@ from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families, rope
 from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES
+
+if TYPE_CHECKING:
+    import transformers
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of the MLP's gate: names in config.json, and in ModelConfig."""
@@ -179,16 +182,16 @@ def find_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> list[str]
 
     Each begins with a dot and the field's name. Args: fields: without nulls.
     """
-    model_type = fields["model_type"]
-    family = FAMILIES[model_type]
+    required = list_required_sizes(fields["model_type"])
+    if fields.get("enable_moe_block") is True:
+        required += ["num_experts", "top_k_experts", "moe_intermediate_size"]
     problems = [
         f".{name}: missing. There is no size that suits every model; for example "
         f"{name}={_EXAMPLES[name]}."
-        for name in list_required_sizes(model_type)
+        for name in required
         if name not in fields
     ]
     problems += find_field_problems(fields, defaults)
-    problems += rope.find_problems(fields, family.rope)
     # computing with sizes that are missing or not numbers would only repeat those problems
     return problems or [f".{problem}" for problem in _find_size_problems(fields, defaults)]
 
@@ -247,9 +250,9 @@ def find_field_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> lis
 
 
 def check_names(fields: dict[str, Any]) -> None:
-    """Checks the names in model.config, which a user writes. A model's file may have others.
+    """Checks the names in model.config that a user has written; files of models have others.
 
-    Raises: UserError for those that neither transformers' class nor jaxsp has.
+    Raises: UserError for those that neither transformers nor jaxsp has.
     """
     import transformers
 
@@ -260,13 +263,14 @@ def check_names(fields: dict[str, Any]) -> None:
     known = {*_KNOWN_FIELDS, *own, *family.values, "torch_dtype", "num_labels"}
     known |= {*config_class.__dataclass_fields__, *config_class().to_dict()}
     known |= {*config_class.attribute_map, *config_class.attribute_map.values()}
+    known |= {*transformers.GenerationConfig().to_dict()}
     sizes = ", ".join(name for name in _EXAMPLES if name in own)
     other = f" Leave it out. Sizes are {sizes}." if sizes else " Leave it out."
     problems = [
         f".{name} = {format_value(value)}: is not a field of {model_type} that jaxsp reads."
         f"{errors.did_you_mean(str(name), own - {*TOKEN_ID_FIELDS}) or other}"
         for name, value in fields.items()
-        if name not in known
+        if name not in known and not str(name).startswith("_")
     ]
     if problems:
         raise UserError(problems)
@@ -292,16 +296,11 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             f"which is {num_heads}. Use {errors.format_choices(divisors)}."
         )
     hidden_size = fields["hidden_size"]
-    head_dim = fields.get("head_dim")
-    if head_dim is None and hidden_size % num_heads:
+    head_dim = fields.get("head_dim") or hidden_size / num_heads
+    if head_dim % 2:
         yield (
-            f"hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
-            f"which is {num_heads}."
-        )
-    elif (head_dim := head_dim or hidden_size // num_heads) % 2:
-        yield (
-            f"head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
-            "Use 64 or 128."
+            f"head_dim = {head_dim:g}: must be an even number, because elements are rotated in "
+            "pairs. It is hidden_size / num_attention_heads if it is not given."
         )
     vocab_size = fields["vocab_size"]
     rows = given.get("vocab_size_per_layer_input", vocab_size)
@@ -323,10 +322,6 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
             f"linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
         )
-    if fields.get("enable_moe_block"):
-        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-            if name not in fields:
-                yield f"{name}: missing, with enable_moe_block; for example {_EXAMPLES[name]}."
     num_experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
     count = "top_k_experts" if "top_k_experts" in fields else "num_experts_per_tok"
     if num_experts is not None and count in fields:
@@ -362,3 +357,49 @@ def _find_size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Ite
         for name in ("no_rope_layers", "layer_rope_theta", "layer_types")
         if name in fields and len(fields[name]) != num_layers
     )
+
+
+def choose_token_ids(
+    fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None"
+) -> dict[str, Any]:
+    """Returns the ids of special tokens: from the tokenizer, else from the config, else null.
+
+    They are those of generation_config.json. A list in the config that contains the tokenizer's id
+    is kept whole. The default of the model family is never used: Llama's eos_token_id = 2 is an
+    ordinary byte for a byte tokenizer.
+    """
+    token_ids = {}
+    for name in TOKEN_ID_FIELDS:
+        tokenizer_id = getattr(tokenizer, name, None)
+        config_id = fields.get(name)
+        is_listed = isinstance(config_id, list) and tokenizer_id in config_id
+        token_ids[name] = config_id if tokenizer_id is None or is_listed else tokenizer_id
+    return token_ids
+
+
+def add_token_ids(
+    fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None"
+) -> dict[str, Any]:
+    """Returns the fields of a config.json with the ids of `choose_token_ids`.
+
+    pad_token_id stays the model's own: another one would change how the loaded model trains.
+    """
+    padding_id = read_padding_id(fields)
+    return fields | choose_token_ids(fields, tokenizer) | {"pad_token_id": padding_id}
+
+
+def read_padding_id(fields: dict[str, Any]) -> int | None:
+    """Returns the token whose embedding gets no gradient from inputs, as in transformers.
+
+    Its models create `nn.Embedding(..., padding_idx=config.pad_token_id)`. A field that is missing
+    has the default of its family (Gemma 2, 3 and Cohere 2: 0; Phi-3: 32000), unless the vocabulary
+    is smaller; null is no token, and a negative id counts from the end.
+    """
+    import transformers
+
+    vocab_size = fields["vocab_size"]
+    default = transformers.AutoConfig.for_model(fields["model_type"]).pad_token_id
+    padding_id = fields.get("pad_token_id", default)
+    if padding_id is None or padding_id >= vocab_size:
+        return None
+    return padding_id % vocab_size

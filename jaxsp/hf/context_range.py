@@ -59,7 +59,7 @@ def apply_changes(
     needs_factor = type_name in ("yarn", "linear") and "factor" not in group
     if needs_factor:
         group["factor"] = max(1.0, (positions or original) / original)
-    problems = rope.find_group_problems(group, {"max_position_embeddings": original}, support, {})
+    problems = rope.find_group_problems(group, support)
     if needs_factor and positions is None and not problems:
         problems.append(
             "factor: missing. Set it, for example model.rope.factor=4, or set "

@@ -55,8 +55,6 @@ class Family:
     rope: RopeSupport = dataclasses.field(default_factory=RopeSupport)
     text_types: tuple[str, ...] = ()
     """Families of a multimodal family's text model; transformers' default is the first."""
-    unused_text_fields: tuple[str, ...] = ()
-    """Fields of text_config that only the text model's own class uses."""
     other_parts: tuple[str, ...] = ()
     """First names of stored tensors that transformers' class of the text model ignores."""
     stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -333,22 +331,17 @@ def _normalize_gemma4(fields: dict[str, Any]) -> dict[str, Any]:
     types = fields.get("layer_types")
     if isinstance(types, list) and types:
         fields["layer_types"] = [*types[:-1], FULL_ATTENTION]
-    sizes = fields.pop("per_layer_config", None)
-    if sizes is None:
-        return fields
-    layers: list[Any] = [*sizes.values()] if isinstance(sizes, dict) else [None]
-    first = layers[0] if layers else {}
-    known = isinstance(first, dict) and first.keys() <= {*_GLOBAL_SIZES.values()}
-    if not known or any(other != first for other in layers):
+    sizes = fields.pop("per_layer_config", None) or {}
+    first, *others = [*sizes.values()] if isinstance(sizes, dict) and sizes else [{}]
+    is_known = isinstance(first, dict) and first.keys() <= {*_GLOBAL_SIZES.values()}
+    if not isinstance(sizes, dict) or not is_known or any(other != first for other in others):
         raise UserError(
             f".per_layer_config = {format_value(sizes)}: is not implemented: it must have the same "
             "head_dim and num_key_value_heads for all layers of full_attention. Leave it out, and "
             "write global_head_dim and num_global_key_value_heads."
         )
-    for name, inner in _GLOBAL_SIZES.items():
-        if inner in first:
-            fields.setdefault(name, first[inner])
-    return fields
+    given = {name: first[inner] for name, inner in _GLOBAL_SIZES.items() if inner in first}
+    return given | fields
 
 
 FAMILIES["gemma4_text"] = Family(
@@ -390,11 +383,7 @@ _QWEN3_5_IMAGES: dict[str, Any] = {
 }
 
 MULTIMODAL_FAMILIES = {
-    "gemma3": Family(
-        text_types=("gemma3_text",),
-        unused_text_fields=("final_logit_softcapping",),
-        other_parts=_IMAGE_PARTS,
-    ),
+    "gemma3": Family(text_types=("gemma3_text",), other_parts=_IMAGE_PARTS),
     "gemma4": Family(text_types=("gemma4_text",), other_parts=_GEMMA4_PARTS),
     "gemma4_unified": Family(text_types=("gemma4_unified_text",), other_parts=_GEMMA4_PARTS),
     "mistral3": Family(text_types=("mistral", "ministral3"), other_parts=_IMAGE_PARTS),

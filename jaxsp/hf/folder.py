@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 import huggingface_hub.errors as hub
 
-from jaxsp.core import errors, files, paths
+from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError, at
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,11 +76,11 @@ def find(
     Raises: HubError; other UserError if there is no such folder or model, or no config file in it.
     """
     with at(field, source):
-        path = paths.expand_user(source)
+        path = files.expand_user(source)
         if path.exists() and not path.is_dir():
             raise UserError(f"is a file. Give the folder with {config_file}: {path.parent}.")
         is_on_hub = not path.is_dir()
-        if is_on_hub and paths.is_path(source):
+        if is_on_hub and files.is_path(source):
             raise UserError(_missing_problem(path, config_file))
         try:
             if is_on_hub:
@@ -197,33 +197,21 @@ def _download(source: str, names: Iterable[str], revision: str | None = None) ->
     except hub.RepositoryNotFoundError:
         raise UserError(
             "there is no such folder, and no such model on the hub. Give a folder with "
-            "config.json, or a name such as Qwen/Qwen3-0.6B. If it is private, log in: "
-            "hf auth login."
+            "config.json, or a name such as Qwen/Qwen3-0.6B. If it is private, log in: hf auth "
+            "login."
         ) from None
     except (hub.HTTPError, hub.XetDownloadError, OSError) as error:
         is_missing_in_cache = isinstance(error, hub.LocalEntryNotFoundError)
-        cause: BaseException = error
-        if is_missing_in_cache and error.__cause__ is not None:
-            cause = error.__cause__
-        text = errors.first_line(cause)
-        if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
-            reason = f"the hub refuses: {text}"
-            problem = f"{reason}. Log in with a token that may read it: hf auth login."
-        elif not is_missing_in_cache:
-            reason = f"the download failed: {text}"
-            problem = f"cannot be downloaded: {text}. Try again: completed files are kept."
-            if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # an error of the disk
-                raise UserError(problem) from None
-        else:
-            reason = f"the hub cannot be reached ({text})"
-            suggestion = "Try again"
-            is_offline = huggingface_hub.constants.HF_HUB_OFFLINE
-            if is_offline or isinstance(cause, hub.OfflineModeIsEnabled):
-                reason = "HF_HUB_OFFLINE is set"
-                suggestion = "Unset it"
-            problem = (
-                "there is no such folder, the model is not completely in the hub's cache, and "
-                f"{reason}. {suggestion}, or give a folder: on a machine with a network, "
-                f"hf download {source} --local-dir FOLDER makes one."
-            )
-        raise HubError(problem, reason=reason) from None
+        cause = error.__cause__ if is_missing_in_cache else None
+        reason = f"the download failed: {errors.first_line(cause or error)}"
+        if huggingface_hub.constants.HF_HUB_OFFLINE or isinstance(cause, hub.OfflineModeIsEnabled):
+            reason = "HF_HUB_OFFLINE is set"
+        place = (
+            "the model is not completely in the hub's cache, and " if is_missing_in_cache else ""
+        )
+        raise HubError(
+            f"there is no such folder, {place}{reason}. Try again: completed files are kept. If it "
+            "is private, log in: hf auth login. On a machine with a network, "
+            f"hf download {source} --local-dir FOLDER makes a folder.",
+            reason=reason,
+        ) from None

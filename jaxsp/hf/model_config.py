@@ -4,6 +4,7 @@ Problems begin with a dot and the field's name; `errors.at` names the config tha
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
@@ -30,7 +31,6 @@ from jaxsp.core.errors import UserError, at
 from jaxsp.hf import config_fields, context_range, families, folder, multimodal, rope
 from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES, Family
 from jaxsp.hf.model_source import ModelSourceConfig
-from jaxsp.hf.token_ids import read_padding_id
 
 if TYPE_CHECKING:
     import transformers
@@ -47,22 +47,23 @@ _NOT_EXPORTED = {"quantization_config", "auto_map", "num_labels", "transformers_
 _EXTRA_LAYERS_FIELDS = (families.EXTRA_LAYERS, "num_mtp_layers")
 """Fields with the number of multi-token prediction layers, which exports omit."""
 
-_MODEL_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+_MODEL_FIELDS: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     "query_pre_attn_scalar": ("attention_scale", lambda x: x**-0.5),
     "attention_multiplier": ("attention_scale", float),
-    "attn_logit_softcapping": ("attention_softcap", lambda x: x),
-    "final_logit_softcapping": ("logit_softcap", lambda x: x),
+    "attn_logit_softcapping": ("attention_softcap", None),
+    "final_logit_softcapping": ("logit_softcap", None),
     "embedding_multiplier": ("embedding_scale", float),
     "residual_multiplier": ("residual_scale", float),
-    "logit_scale": ("logit_scale", lambda x: x),
+    "logit_scale": ("logit_scale", None),
     "logits_scaling": ("logit_scale", lambda x: 1 / x),
-    "output_multiplier": ("logit_scale", lambda x: x),
-    "post_norm_eps": ("post_norm_eps", lambda x: x),
-    "hidden_size_per_layer_input": ("per_layer_size", lambda x: x),
-    "vocab_size_per_layer_input": ("per_layer_vocab_size", lambda x: x),
+    "output_multiplier": ("logit_scale", None),
+    "post_norm_eps": ("post_norm_eps", None),
+    "hidden_size_per_layer_input": ("per_layer_size", None),
+    "vocab_size_per_layer_input": ("per_layer_vocab_size", None),
     "use_qk_norm": ("qk_norm", lambda x: "head" if x else "none"),
 }
-"""Fields that only some families have, and the field of ModelConfig with its value."""
+"""Fields that only some families have, and the field of ModelConfig with its value, which may be
+converted."""
 
 
 def read_fields(
@@ -91,11 +92,12 @@ def resolve_fields(fields: dict[str, Any], model: ModelSourceConfig) -> dict[str
     Raises: UserError if the fields are invalid, or the changes do not fit them.
     """
     text = multimodal.read_text_fields(fields)
-    if model.source is None and text is not fields:
+    is_written = model.source is None and "transformers_version" not in fields
+    if is_written and text is not fields:
         config_fields.check_names(fields)
     with contextlib.nullcontext() if text is fields else at(".text_config"):
         family = _find_family(text)
-        if model.source is None:
+        if is_written:
             config_fields.check_names(text)
         if text is fields and model.rope is None and model.max_position_embeddings is None:
             return fields
@@ -151,7 +153,7 @@ def make_config_json(
         for name, value in fields.items()
         if value is not None and name not in others and not name.startswith("mtp_")
     }
-    padding_id = read_padding_id(fields)
+    padding_id = config_fields.read_padding_id(fields)
     head: dict[str, Any] = {"architectures": [families.find_architecture(model_type)]}
     if is_reward_model(fields):
         # transformers scores the last token of a row that is not pad_token_id. If that were the
@@ -222,9 +224,8 @@ def _parse_fields(
     fields = {str(name): value for name, value in given_fields.items() if value is not None}
     fields = family.normalize(fields)
     for name in rope.GROUPS:
-        if isinstance(fields.get(name), dict):
-            # also a copy, because transformers adds entries to its input dicts
-            fields[name] = rope.normalize(fields[name])
+        if name in fields:
+            fields[name] = rope.normalize(fields[name], name)
     # fields under the names that the family reads, also where transformers 5 wrote others
     for name, new_name in transformers.CONFIG_MAPPING[model_type].attribute_map.items():
         if name in own and new_name in fields:
@@ -236,31 +237,37 @@ def _parse_fields(
                 )
     defaults = transformers.AutoConfig.for_model(model_type).to_dict()
     problems = config_fields.find_problems(fields, defaults)
-    theta = rope.find_theta(given_fields)
-    if family.rope.is_optional and not theta:
-        problems.append(
-            ".rope_parameters.rope_theta: missing. Use null for layers without RoPE, as in "
-            "the published models. Else use the number that the model was trained with; "
-            "transformers' default is 10000."
-        )
-    if problems:
-        raise UserError(problems)
     passed = {name: value for name, value in fields.items() if name in own}
     passed |= {x: None for x in _NULL_FIELDS if x in own and given_fields.get(x, 0) is None}
-    if family.rope.is_optional and theta == rope.NO_THETA:
-        passed = {name: passed[name] for name in passed.keys() - {*rope.FIELDS}}
-        passed["rope_parameters"] = {"rope_type": "default", **theta}
+    if family.rope.is_optional:
+        theta = rope.find_theta(given_fields)
+        if not theta:
+            problems.append(
+                ".rope_parameters.rope_theta: missing. Use null for layers without RoPE, as in "
+                "the published models. Else use the number that the model was trained with."
+            )
+        elif theta == rope.NO_THETA:
+            passed["rope_parameters"] = {"rope_type": "default", **theta}
+    if problems:
+        raise UserError(problems)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it warns of what is refused below
     try:
-        resolved = transformers.AutoConfig.for_model(model_type, **passed)
+        # a copy, because transformers adds entries to its input dicts
+        resolved = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(passed))
     except Exception as error:  # any, depending on the family
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"transformers refuses it: {reason}") from None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     given = resolved.to_dict() | _renamed_fields(resolved)
     if "layer_types" in fields:
         given["layer_types"] = fields["layer_types"]
+    head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+    if problems := rope.find_problems(fields, given, family.rope, head_dim):
+        raise UserError(problems)
     has_scores = is_reward_model(given_fields)
     has_bias = given.get("attention_bias", False)
-    head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
     activation = given.get("hidden_activation") or given["hidden_act"]
     model = {
         "vocab_size": given["vocab_size"],
@@ -275,14 +282,16 @@ def _parse_fields(
         "qkv_bias": has_bias,
         "output_bias": has_bias,
         "mlp_bias": given.get("mlp_bias", False),
-        "padding_id": read_padding_id(given_fields | {"vocab_size": given["vocab_size"]}),
+        "padding_id": config_fields.read_padding_id(
+            given_fields | {"vocab_size": given["vocab_size"]}
+        ),
         "tie_embeddings": given["tie_word_embeddings"] and not has_scores,
         "has_scores": has_scores,
         "initializer_range": float(given["initializer_range"]),
     }
     for name, (field, convert) in _MODEL_FIELDS.items():
         if name in own and given[name] is not None:
-            model[field] = convert(given[name])
+            model[field] = convert(given[name]) if convert else given[name]
     if family.delta_net is not None:
         model["delta_net"] = DeltaNetConfig(
             num_key_heads=given["linear_num_key_heads"],
@@ -452,15 +461,12 @@ def _parse_windows(given: dict[str, Any], family: Family) -> list[int | None]:
 
 def _find_family(fields: dict[str, Any]) -> Family:
     name = fields.get("model_type")
-    implemented = (
-        f"jaxsp has {errors.format_choices(FAMILIES)}, and the text model of "
-        f"{errors.format_choices(MULTIMODAL_FAMILIES)}."
-    )
-    if name is None:
-        raise UserError(f".model_type: missing. {implemented}")
     if not isinstance(name, str) or name not in FAMILIES:
+        problem = ": missing" if name is None else f" = {format_value(name)}: is not implemented"
         hint = errors.did_you_mean(str(name), [*FAMILIES, *MULTIMODAL_FAMILIES])
         raise UserError(
-            f".model_type = {format_value(name)}: is not implemented. {implemented}{hint}"
+            f".model_type{problem}. jaxsp has "
+            f"{errors.format_choices(FAMILIES)}, and the text model of "
+            f"{errors.format_choices(MULTIMODAL_FAMILIES)}.{hint}"
         )
     return FAMILIES[name]

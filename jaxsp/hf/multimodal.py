@@ -70,13 +70,6 @@ def read_text_fields(fields: dict[str, Any]) -> dict[str, Any]:
             f".text_config.model_type = {format_value(text_type)}: is not implemented in "
             f"{architecture}. Use {errors.format_choices(family.text_types)}."
         )
-    problems += [
-        f".text_config.{name} = {format_value(text[name])}: is not implemented: "
-        f"{architecture} ignores it, and the exported text model would use it. "
-        "Write null, or leave it out."
-        for name in family.unused_text_fields
-        if text.get(name) is not None
-    ]
     problems.raise_if_any()
     # transformers' defaults of the sizes that it lacks (Gemma 3 4B: the heads)
     defaults = transformers.AutoConfig.for_model(text_type).to_dict()

@@ -7,19 +7,20 @@ peft/utils/save_and_load.py).
 import dataclasses
 import pathlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jaxsp.blocks import layers
-from jaxsp.blocks.config import MLP, ModelConfig
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import json_values
 from jaxsp.config.json_values import POSITIVE, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder, tensors, weights
 from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.tensors import StoredTensor
 from jaxsp.hf.weights import WeightReader
 from jaxsp.model import adapters, decoder
 from jaxsp.model.adapter_config import SAVED_MODULES, AdapterConfig
@@ -40,32 +41,18 @@ _READ_MODULES = SAVED_MODULES | {_SCORE: decoder.SCORE_NAME}
 """Modules that an adapter may train as a whole, and their tensors; reward models have a score."""
 
 
-def _is_list_of(is_entry: Callable[[Any], bool], value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(is_entry, value)))
-
-
 def _are_names(value: Any) -> bool:
-    return _is_list_of(lambda x: isinstance(x, str), value)
+    return value is None or (isinstance(value, list) and all(isinstance(x, str) for x in value))
 
-
-_MODULES = Rule(
-    lambda x: isinstance(x, str) or _are_names(x), "a list of names, a regular expression or null"
-)
 
 _RULES = {
     "peft_type": Rule(lambda x: x == "LORA", "LORA"),
     "r": Rule(lambda x: json_values.is_integer(x) and x > 0, "an integer of at least 1"),
     "lora_alpha": POSITIVE,
-    "target_modules": _MODULES,
     "target_parameters": Rule(_are_names, "a list of names or null"),
-    "exclude_modules": _MODULES,
     "modules_to_save": Rule(
         lambda x: _are_names(x) and _READ_MODULES.keys() >= _short_names(x),
         f"a list of {' and '.join(SAVED_MODULES)}, or null",
-    ),
-    "layers_to_transform": Rule(
-        lambda x: json_values.is_integer(x) or _is_list_of(json_values.is_integer, x),
-        "an index, a list of indices or null",
     ),
     # PiSSA, OLoRA and LoftQ change the base
     "init_lora_weights": Rule(
@@ -77,9 +64,11 @@ _RULES = {
 
 _OTHER_FIELDS = {
     *("use_rslora", "use_dora", "ensure_weight_tying"),
+    # the tensors in the file are those of the modules that these choose
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     # the others do not change what a trained adapter computes
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
-    *("task_type", "lora_dropout", "megatron_core", "qalora_group_size", "layers_pattern"),
+    *("task_type", "lora_dropout", "megatron_core", "qalora_group_size"),
     *("runtime_config", "eva_config"),
 }
 """Fields without a rule that an adapter may have."""
@@ -118,25 +107,22 @@ def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
     update: dict[str, Any] = {}
     if adapter.type != "none" and adapter.source is not None:
         source = find(adapter.source)
-        with at(source.field, source.source), at(CONFIG_FILE):
-            update = _read_settings(source.config_fields, model)
-        problems = ProblemCollector(
-            f"adapter.{name} = {getattr(adapter, name)}: must be that of adapter.source, "
-            f"{update[name]}."
-            for name in ("type", "rank", "alpha", "use_rslora")
-            if getattr(adapter, name) not in (None, update[name])
-        )
-        given_names = {}
+        with at(source.field, source.source):
+            stored = _read_header(source)
+            with at(CONFIG_FILE):
+                update = _read_settings(source.config_fields, stored, model)
+        given = {name: getattr(adapter, name) for name in ("type", "rank", "alpha", "use_rslora")}
         if adapter.targets is not None:
-            given_names["targets"] = adapters.find_targets(model, adapter.targets)
+            given["targets"] = adapters.find_targets(model, adapter.targets)
         if adapter.target_parameters is not None:
-            given_names["target_parameters"] = adapters.find_target_parameters(model, adapter)
-        problems += [
-            f"adapter.{field}: must be those of adapter.source, [{', '.join(update[field])}]. "
-            "Leave them out."
-            for field, names in given_names.items()
-            if {*names} != {*update[field]}
-        ]
+            given["target_parameters"] = adapters.find_target_parameters(model, adapter)
+        sort = lambda value: sorted(value) if isinstance(value, tuple) else value
+        problems = ProblemCollector(
+            f"adapter.{name} = {format_value(value)}: must be that of adapter.source, "
+            f"{format_value(update[name])}. Leave it out."
+            for name, value in given.items()
+            if value is not None and sort(value) != sort(update[name])
+        )
         problems.raise_if_any()
         saved = {*update["modules_to_save"], *adapter.modules_to_save}
         update["modules_to_save"] = tuple(name for name in SAVED_MODULES if name in saved)
@@ -152,7 +138,9 @@ def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
     )
 
 
-def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+def _read_settings(
+    fields: dict[str, Any], stored: Mapping[str, StoredTensor], model: ModelConfig
+) -> dict[str, Any]:
     """Fields of a config's section, from those of an adapter_config.json. Raises: UserError."""
     found = [json_values.find_problem(_RULES, name, fields.get(name)) for name in _RULES]
     problems = ProblemCollector(filter(None, found))
@@ -177,7 +165,7 @@ def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]
         )
     names: dict[str, tuple[str, ...]] = {}
     with problems.collect():
-        names = _match_names(fields, model)
+        names = _find_adapted(fields, stored, model)
     problems.raise_if_any()
     return {
         "type": "dora" if fields.get("use_dora") else "lora",
@@ -189,83 +177,57 @@ def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]
     }
 
 
-def _match_names(fields: dict[str, Any], model: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Projections (targets), and tensors of experts (target_parameters), that PEFT adapts.
+def _find_adapted(
+    fields: dict[str, Any], stored: Mapping[str, StoredTensor], model: ModelConfig
+) -> dict[str, tuple[str, ...]]:
+    """Projections (targets) with tensors in the file, and tensors of experts (target_parameters).
 
-    Raises: UserError for other names, and for a projection that it adapts in some layers only.
+    Raises: UserError for other names, and for a projection that has an adapter in some layers only.
     """
-    numbers = tuple(n for n, layer in enumerate(model.layers) if layer.feed_forward != MLP)
-    offered = dict.fromkeys(adapters.list_parameters(model), numbers)
-    patterns = fields.get("target_parameters") or []
-    parameters = _select("target_parameters", offered, _make_matcher(patterns))
-    full_names = [_find_names(name, number) for name in offered for number in numbers]
-    others = [x for x in patterns if not any(map(_make_matcher([x]), full_names))]
-    if others:
+    offered = adapters.list_parameters(model)
+    names = fields.get("target_parameters") or []
+    parameters = {name: [x for x in offered if f".{x}".endswith(f".{name}")] for name in names}
+    if others := [name for name in names if not parameters[name]]:
         raise UserError(
-            f"target_parameters = {format_value(others)}: only experts' matrices of the model are "
-            f"supported ({', '.join(offered) or 'it has no experts'})."
+            f"target_parameters = {format_value(others)}: only experts' matrices of all layers are "
+            f"supported ({', '.join(offered) or 'the model has none'})."
         )
+    targets = []
     projections = adapters.find_projections(model)
-    modules = fields.get("target_modules")
-    targets = tuple(projections)
-    if modules != "all-linear":
-        is_target = _make_matcher(modules)
-        is_excluded = _make_matcher(fields.get("exclude_modules"))
-        layers = fields.get("layers_to_transform")
-        targets = _select(
-            "target_modules",
-            projections,
-            lambda names: is_target(names) and not is_excluded(names),
-            only=[layers] if isinstance(layers, int) else layers,
-        )
-    if not targets and not patterns:
-        raise UserError(
-            f"target_modules = {format_value(modules)}: matches no projection of the model "
-            f"({', '.join(projections)})."
-        )
-    return {"targets": targets, "target_parameters": parameters}
-
-
-def _make_matcher(patterns: str | list[str] | None) -> Callable[[Iterable[str]], bool]:
-    """Function that is True if PEFT matches one of a module's names."""
-    if not isinstance(patterns, str):
-        ends = tuple(f".{pattern}" for pattern in patterns or ())
-        return lambda names: any(f".{name}".endswith(ends) for name in names)
-    try:
-        compiled = re.compile(patterns)
-    # RecursionError: too many parentheses; OverflowError: too many repetitions
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UserError(
-            f"target_modules = {format_value(patterns)}: is not a regular expression: {error}."
-        ) from None
-    return lambda names: any(map(compiled.fullmatch, names))
-
-
-def _select(
-    field: str,
-    layers_of: dict[str, tuple[int, ...]],
-    is_adapted: Callable[[Iterable[str]], bool],
-    only: list[int] | None = None,
-) -> tuple[str, ...]:
-    """Names that have an adapter in all of their layers. Raises: UserError if only some have."""
-    found = []
-    for name, numbers in layers_of.items():
-        chosen = [n for n in numbers if not only or n in only]
-        count = sum(is_adapted(_find_names(name, number)) for number in chosen)
+    for name, numbers in projections.items():
+        modules = [decoder.LAYER_PREFIX.format(layer=number) + name for number in numbers]
+        count = sum(f"{module}.lora_A.weight" in stored for module in modules)
         if 0 < count < len(numbers):
             raise UserError(
-                f"{field}: {name} has an adapter in {count} of {len(numbers)} layers that have it; "
-                "it must be in all or none."
+                f"target_modules: {name} has an adapter in {count} of {len(numbers)} layers that "
+                "have it; it must be in all or none."
             )
         if count:
-            found.append(name)
-    return tuple(found)
+            targets.append(name)
+    if not targets and not names:
+        raise UserError(
+            f"target_modules: {WEIGHTS_FILE} has no tensors of a projection of the model "
+            f"({', '.join(projections)})."
+        )
+    chosen = {x for matches in parameters.values() for x in matches}
+    return {
+        "targets": tuple(targets),
+        "target_parameters": tuple(x for x in offered if x in chosen),
+    }
 
 
-def _find_names(name: str, layer: int) -> tuple[str, str]:
-    """Names of a layer's module or tensor, in a text model and in a multimodal one."""
-    full = decoder.LAYER_PREFIX.format(layer=layer) + name
-    return full, _add_text_prefix(full)
+def _read_header(source: ModelFolder) -> dict[str, StoredTensor]:
+    """An adapter's tensors, by the names of a text model. Raises: UserError."""
+    path = source.path / WEIGHTS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{source.path} contains no {WEIGHTS_FILE}. jaxsp does not read pickles "
+            "(adapter_model.bin): save the adapter with PEFT's save_pretrained."
+        )
+    return {
+        re.sub(f"^{re.escape(_TEXT_PREFIX)}", "model.", name.removeprefix(_PREFIX)): tensor
+        for name, tensor in tensors.read_header(path).items()
+    }
 
 
 def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
@@ -274,41 +236,27 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
     Raises: UserError with all tensors that differ from the table's, and for a damaged file.
     """
     with at(source.field, source.source):
-        path = source.path / WEIGHTS_FILE
-        if not path.is_file():
-            raise UserError(
-                f"{source.path} contains no {WEIGHTS_FILE}. jaxsp does not read pickles "
-                "(adapter_model.bin): save the adapter with PEFT's save_pretrained."
-            )
-        stored = {
-            re.sub(f"^{re.escape(_TEXT_PREFIX)}", "model.", name.removeprefix(_PREFIX)): tensor
-            for name, tensor in tensors.read_header(path).items()
-        }
+        stored = _read_header(source)
         modules = _short_names(source.config_fields.get("modules_to_save"))
         saved = [_READ_MODULES[module] for module in modules]
         params = jax.tree.leaves(table)
         shapes = weights.tensor_shapes([x for x in params if x.is_adapter or x.hf_name in saved])
-        missing, surplus, misshapen, _ = weights.compare(stored, shapes)
         head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
-        surplus = [name for name in surplus if name != head]
-        suggestion = "Use an adapter of this model, as PEFT's save_pretrained writes it"
-        neither = "tensors of neither its target_modules nor its modules_to_save:"
-        weights.refuse(
-            (missing, "missing tensors:", suggestion),
-            (surplus, neither, suggestion),
-            (misshapen, "tensors of another shape than the model's:", suggestion),
+        views = tensors.make_views(stored, shapes, {})
+        read = weights.check_tensors(
+            {name: view for name, view in views.items() if name in shapes or name != head},
+            shapes,
+            "Use an adapter of this model, as PEFT's save_pretrained writes it",
+            "tensors of neither a projection of the model nor its modules_to_save:",
         )
-        read = {name: stored[name] for name in shapes}
-        reader = WeightReader(source=source, tensors=read)
-        embedding = SAVED_MODULES["embed_tokens"]
         has_copy = head in stored and head not in shapes
-        if has_copy and not reader.is_same(stored[head], stored[embedding]):
+        if has_copy and not tensors.is_same(stored[head], stored[SAVED_MODULES["embed_tokens"]]):
             raise UserError(
                 f"{head} must equal the embedding, because the model's config.json has "
                 "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged model "
                 "as model.source."
             )
-        return reader
+        return WeightReader(source=source, tensors=read)
 
 
 def _add_text_prefix(name: str) -> str:

@@ -50,11 +50,6 @@ NO_ROPE = Rope(frequencies=(), description="none")
 """RoPE of such a model."""
 
 
-def count_rotated(head_dim: int, group: Mapping[str, Any]) -> int:
-    """Number of elements of each head that are rotated, as in transformers."""
-    return int(head_dim * group.get(PARTIAL, 1.0))
-
-
 def parse(
     group: Mapping[str, Any],
     *,
@@ -69,7 +64,7 @@ def parse(
     Raises: UserError if the frequencies would depend on the batch.
     """
     group = {name: value for name, value in group.items() if value is not None}
-    rotated = count_rotated(head_dim, group)
+    rotated = int(head_dim * group.get(PARTIAL, 1.0))
     rope_type = TYPES[group["rope_type"]]
     dim = head_dim if rope_type.is_proportional else rotated
     base = float(group["rope_theta"]) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -79,6 +74,8 @@ def parse(
     inputs = {**group, ORIGINAL: original, "factor": factor, "max_position_embeddings": limit}
     frequencies, scale, details = rope_type.compute(inputs, base, row_tokens or 0)
     frequencies[rotated // 2 :] = 0
+    if details is None:
+        details = f"factor {factor:g} over {original:,} positions"
     parts = [group["rope_type"], f"theta {group['rope_theta']:,.12g}", *filter(None, [details])]
     if rotated < head_dim:
         parts.append(f"{rotated} of {head_dim} elements rotated")
@@ -91,12 +88,9 @@ _Group = dict[str, Any]
 """Fields that `find_group_problems` accepts, without nulls; with factor, original range, and
 max_position_embeddings (None if the model has no limit)."""
 
-_Result = tuple[np.ndarray, float, str]
-"""Frequencies in radians per position [pairs], factor of cosine and sine, and a description."""
-
-
-def _describe_extension(group: _Group) -> str:
-    return f"factor {group['factor']:g} over {group[ORIGINAL]:,} positions"
+_Result = tuple[np.ndarray, float, str | None]
+"""Frequencies in radians per position [pairs], factor of cosine and sine, and a description; None:
+the factor and the range."""
 
 
 def _linear(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
@@ -129,7 +123,7 @@ def _llama3(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     periods = group[ORIGINAL] * base / (2 * np.pi)
     unscaled = np.clip((periods - low) / (group["high_freq_factor"] - low), 0.0, 1.0)
     frequencies = base * (unscaled + (1 - unscaled) / group["factor"])
-    return frequencies, 1.0, _describe_extension(group)
+    return frequencies, 1.0, None
 
 
 def _yarn(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
@@ -165,7 +159,7 @@ def _yarn(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
     elif group.get("mscale") and group.get("mscale_all_dim"):
         scale = mscale(float(group["mscale"])) / mscale(float(group["mscale_all_dim"]))
     frequencies = base * (interpolated / factor + (1 - interpolated))
-    return frequencies, scale, _describe_extension(group)
+    return frequencies, scale, None
 
 
 def _longrope(group: _Group, base: np.ndarray, row_tokens: int) -> _Result:
@@ -212,7 +206,7 @@ class RopeType:
     needs_range: bool = False
     """True if it depends on max_position_embeddings or on the original range."""
     ordered: tuple[str, ...] = ()
-    """Two fields of which the first must be below the second, and an example."""
+    """Two fields of which the first must be below the second."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -230,7 +224,7 @@ TYPES = {
     "llama3": RopeType(
         compute=_llama3,
         required=("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-        ordered=("low_freq_factor", "high_freq_factor", "Llama 3.1 has 1 and 4."),
+        ordered=("low_freq_factor", "high_freq_factor"),
     ),
     "yarn": RopeType(
         compute=_yarn,
@@ -240,7 +234,7 @@ TYPES = {
         ),
         extends_range=True,
         needs_range=True,
-        ordered=("beta_slow", "beta_fast", "The YaRN paper has 1 and 32."),
+        ordered=("beta_slow", "beta_fast"),
     ),
     "longrope": RopeType(
         compute=_longrope,
@@ -293,31 +287,6 @@ _RULES = {
 }
 """Values that fields of groups, and beside groups, may have."""
 
-_EXAMPLES = {
-    "factor": "Llama 3.1 has 8 with llama3, and Gemma 3 has 8 with linear.",
-    **dict.fromkeys(
-        ("low_freq_factor", "high_freq_factor", ORIGINAL),
-        "Llama 3.1 has factor 8, 1 and 4, and 8192 positions.",
-    ),
-    **dict.fromkeys(
-        ("short_factor", "long_factor"),
-        "It is a list with a number for each rotated pair of a head's elements.",
-    ),
-    "llama_4_scaling_beta": "Ministral 3 has 0.1.",
-}
-"""Examples of required fields."""
-
-_WHOLE_HEADS = "It rotates whole heads: use 1, or leave it out."
-
-_NO_GROUP = "must be a group of fields, or null."
-
-_SUGGESTIONS = {
-    PARTIAL: _WHOLE_HEADS,
-    _LOCAL_THETA: "All its layers have the same rope_theta: leave it out.",
-    ORIGINAL: "Put it into rope_scaling.",
-}
-"""Suggestions for fields beside the groups that the family does not have."""
-
 _TYPE_FIELDS = ("rope_type", "type")
 """Present and former name of the type's field."""
 
@@ -335,17 +304,21 @@ def find_theta(fields: dict[str, Any]) -> dict[str, Any]:
     return next(({"rope_theta": x["rope_theta"]} for x in places if "rope_theta" in x), {})
 
 
-def normalize(group: dict[str, Any]) -> dict[str, Any]:
+def normalize(group: Any, place: str = GROUPS[0]) -> dict[str, Any]:
     """Copies a group, or a group for each layer type, as transformers reads it.
 
     Types have their present names, and are in `rope_type`: with only `type`, transformers would
     read the default for layers that differ (Gemma 3). Nulls are left out, except for `factor`,
     which transformers then computes from the numbers of positions.
+
+    Args: place: name of the field. Raises: UserError if it is not a group.
     """
+    if not isinstance(group, dict):
+        raise UserError(f".{place} = {format_value(group)}: must be a group of fields, or null.")
     kept: dict[str, Any] = {}
     for name, value in group.items():
-        if isinstance(value, dict):
-            value = normalize(value)
+        if value is not None and name in (FULL_ATTENTION, SLIDING_ATTENTION):
+            value = normalize(value, f"{place}.{name}")
         elif name in _TYPE_FIELDS:
             value = "longrope" if value == "su" else value  # its former name
         if value is not None or name == "factor":
@@ -380,93 +353,78 @@ def to_old_form(groups: dict[str, Any], support: RopeSupport) -> dict[str, Any]:
     return {**outside, "rope_scaling": None if is_default else scaling, **local}
 
 
-def find_problems(fields: dict[str, Any], support: RopeSupport) -> list[str]:
+def find_problems(
+    fields: dict[str, Any], resolved: dict[str, Any], support: RopeSupport, head_dim: int
+) -> list[str]:
     """Problems of the rotary fields, which begin with a dot. Every field of every type is checked.
 
-    Args: fields: of config.json, without nulls, with groups from `normalize`.
+    Args:
+        fields: of config.json, without nulls, with groups from `normalize`.
+        resolved: fields with transformers' defaults; what it does not read is not in their
+            rope_parameters.
     """
+    whole = resolved[GROUPS[0]]
+    groups = {name: whole[name] for name in support.layer_types if name in whole} or {"": whole}
+    form = next((name for name in GROUPS[::-1] if fields.get(name)), GROUPS[0])
+    places = [fields, *(fields.get(name) or {} for name in GROUPS)]
+    has_range = "max_position_embeddings" in fields or any(ORIGINAL in x for x in places)
     problems = []
-    outside = {}
+    for layer_type, group in groups.items():
+        place = f".{form}.{layer_type}".rstrip(".") if form == GROUPS[0] else f".{form}"
+        size = head_dim
+        if layer_type == FULL_ATTENTION:  # Gemma 4
+            size = fields.get("global_head_dim", head_dim)
+        found = find_group_problems(group, support, head_dim=size, has_range=has_range)
+        if layer_type and group.get("truncate") is False:
+            found.append(
+                "truncate = false: is not implemented in the group of a layer type, where "
+                "transformers ignores it. Leave it out."
+            )
+        for problem in found:
+            is_beside = problem.partition(" =")[0] in fields
+            problems.append(f".{problem}" if is_beside else f"{place}.{problem}")
+    if problems:
+        return problems
+    main = groups.get(FULL_ATTENTION, whole)
+    given = []  # names, values and what transformers reads
     for name in OUTSIDE_FIELDS:
-        value = fields.get(name)
-        if value is None or (name == PARTIAL and value == 1):
-            continue
-        if name not in support.outside_fields:
-            problems.append(
-                f".{name} = {format_value(value)}: is not implemented for this model_type. "
-                f"{_SUGGESTIONS[name]}"
-            )
-        elif wrong := json_values.find_problem(_RULES, name, value):
-            problems.append(f".{wrong}")
-        else:
-            outside[name] = value
-    local = {"rope_theta": outside.pop(_LOCAL_THETA, None)}
-    layer_types = errors.format_choices(support.layer_types)
-    main_groups = []
-    for form, other_form, negation in zip(GROUPS, GROUPS[::-1], ("", "no "), strict=True):
-        whole = fields.get(form)
-        if whole is None or (not whole and "default" in support.types):
-            continue
-        if not isinstance(whole, dict):
-            problems.append(f".{form} = {format_value(whole)}: {_NO_GROUP}")
-            continue
-        if support.layer_types and is_nested(whole, support) != (form == GROUPS[0]):
-            # transformers would not read it
-            problems.append(
-                f".{form}: must have {negation}groups for layers of {layer_types}. Use "
-                f"{other_form} instead."
-            )
-            continue
-        groups = {FULL_ATTENTION: {}} | whole if is_nested(whole, support) else {"": whole}
-        for layer_type, group in groups.items():
-            place = f".{form}.{layer_type}".rstrip(".")
-            if layer_type and layer_type not in support.layer_types:
-                problems.append(
-                    f"{place} = {format_value(group)}: is not a layer type of this model_type. "
-                    f"Use {layer_types}."
-                )
-                continue
+        group = groups.get(SLIDING_ATTENTION, {}) if name == _LOCAL_THETA else main
+        read = group.get("rope_theta" if name == _LOCAL_THETA else name)
+        is_own = name in support.outside_fields
+        is_unused = (name == PARTIAL and fields.get(name) == 1) or (
+            name == ORIGINAL and is_own and read is None  # by the type default (Phi-4)
+        )
+        if name in fields and not is_unused:
+            given.append((name, fields[name], read if is_own else None))
+    for form in GROUPS:
+        own = fields.get(form) or {}
+        own_groups = own if is_nested(own, support) else {form: own}
+        for layer_type, group in own_groups.items():
+            place = form if group is own else f"{form}.{layer_type}"
+            read = main if group is own else groups.get(layer_type, {})
             if not isinstance(group, dict):
-                problems.append(f"{place} = {format_value(group)}: {_NO_GROUP}")
+                given.append((place, group, None))
                 continue
-            if layer_type and group.get("truncate") is False:
-                problems.append(
-                    f"{place}.truncate = false: is not implemented in the group of a layer type, "
-                    "where transformers ignores it. Leave it out."
-                )
-                continue
-            is_local = layer_type == SLIDING_ATTENTION
-            beside = local if is_local else outside
-            size = fields.get("head_dim")
-            if layer_type == FULL_ATTENTION:  # Gemma 4
-                size = fields.get("global_head_dim", size)
-            found = find_group_problems(group, {**fields, "head_dim": size}, support, beside)
-            problems += [f"{place}.{problem}" for problem in found]
-            problems += [
-                f".{_LOCAL_THETA if is_local else name} = {format_value(value)}: must equal "
-                f"{place[1:]}.{name} = {format_value(group[name])}. Leave one out."
-                for name, value in beside.items()
-                if None not in (value, group.get(name)) and value != group[name]
-            ]
-            if not is_local:
-                kept = {**outside, "rope_type": "default", **group}
-                if kept.get(PARTIAL) == 1:  # the default
-                    del kept[PARTIAL]
-                main_groups.append({x: kept[x] for x in kept.keys() - {"type", "finetuned"}})
-    if not problems and any(group != main_groups[0] for group in main_groups):
-        problems.append(".rope_scaling: must equal rope_parameters. Leave one out.")
-    return problems
+            names = [x for x in group if x not in _IGNORED[1:] and (x, group[x]) != (PARTIAL, 1)]
+            given += [(f"{place}.{name}", group[name], read.get(name)) for name in names]
+    return [
+        f".{name} = {format_value(value)}: transformers does not read it, or reads "
+        f"{format_value(read)} instead. Leave it out, or correct it."
+        for name, value, read in given
+        if value != read
+    ]
 
 
 def find_group_problems(
     group: Mapping[str, Any],
-    fields: Mapping[str, Any],
     support: RopeSupport,
-    outside: Mapping[str, Any],
+    *,
+    head_dim: int | None = None,
+    has_range: bool = True,
 ) -> list[str]:
     """Problems of one group, which begin with the names of its fields.
 
-    Args: fields: of config.json; outside: valid fields beside the groups that apply to this one.
+    Args: has_range: True if the model's range or its original one is known.
     """
     type_name, *others = [group[name] for name in _TYPE_FIELDS if name in group] or ["default"]
     if type_name not in support.types or others not in ([], [type_name]):
@@ -483,21 +441,18 @@ def find_group_problems(
     for name, value in group.items():
         if name not in known and not (name == PARTIAL and value == 1):
             hint = errors.did_you_mean(str(name), known) or " Leave it out."
-            if name == PARTIAL:
-                hint = f" {_WHOLE_HEADS}"
             problems.append(
                 f"{name} = {format_value(value)}: is not implemented for rope_type {type_name} "
                 f"of this model_type.{hint}"
             )
         elif problem := json_values.find_problem(_RULES, name, value):
             problems.append(problem)
-    given = {**outside, **group}
     problems += [
-        f"{name}: missing. {_EXAMPLES[name]}"
+        f"{name}: missing. Take it from the config.json of a published model with this type."
         for name in (*rope_type.required, *support.required_fields)
-        if name not in given
+        if name not in group
     ]
-    if rope_type.needs_range and not {"max_position_embeddings", ORIGINAL} & {*fields, *given}:
+    if rope_type.needs_range and not has_range:
         problems.append(
             f"rope_type = {type_name}: needs the number of positions that the model was trained "
             "for. Set max_position_embeddings."
@@ -505,26 +460,22 @@ def find_group_problems(
     if problems:
         return problems
     if rope_type.ordered:
-        small, large, example = rope_type.ordered
-        low, high = ({"beta_slow": 1, "beta_fast": 32, **given}[name] for name in (small, large))
+        small, large = rope_type.ordered
+        low, high = ({"beta_slow": 1, "beta_fast": 32, **group}[name] for name in (small, large))
         if low >= high:
-            problems.append(f"{small} = {low}: must be below {large}, which is {high}. {example}")
-    sizes: list[Any] = [fields.get(name) for name in ("hidden_size", "num_attention_heads")]
-    head_dim: Any = fields.get("head_dim")
-    if head_dim is None and all(json_values.is_integer(size) and size > 0 for size in sizes):
-        head_dim = sizes[0] // sizes[1]
-    if not json_values.is_integer(head_dim) or head_dim <= 0 or head_dim % 2:
-        return problems  # the sizes are missing or wrong, which is another problem
-    rotated = count_rotated(head_dim, given)
+            problems.append(f"{small} = {low}: must be below {large}, which is {high}.")
+    if head_dim is None:
+        return problems
+    rotated = int(head_dim * group.get(PARTIAL, 1))
     if rotated % 2 or rotated == 0:
         problems.append(
-            f"{PARTIAL} = {given.get(PARTIAL, 1)}: gives "
+            f"{PARTIAL} = {group.get(PARTIAL, 1)}: gives "
             f"{rotated} of {head_dim} elements of a head; it must be an even number from 2."
         )
     problems += [
-        f"{name}: has {len(given[name])} numbers, but {rotated} elements of a head are "
+        f"{name}: has {len(group[name])} numbers, but {rotated} elements of a head are "
         f"rotated in pairs. Give {rotated // 2} numbers."
         for name in ("short_factor", "long_factor")
-        if name in given and len(given[name]) != rotated // 2
+        if name in group and len(group[name]) != rotated // 2
     ]
     return problems

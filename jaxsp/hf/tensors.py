@@ -1,19 +1,19 @@
 """Tensors in safetensors files, and the tensors of a model as views of them.
 
-A file is opened anew for every read. Pages of a mapped file count as memory of the process until it
-is closed, and a file that is truncated while it is mapped kills the process (SIGBUS). Opening takes
-about 1 ms for 400 tensors, and checks the header again.
+Files are read, not mapped: a mapped file that is truncated kills the process (SIGBUS), and its
+pages count as memory of the process.
 """
 
-import contextlib
 import dataclasses
-import functools
+import json
 import math
+import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 
@@ -22,16 +22,14 @@ from jaxsp.core.errors import UserError
 Index = tuple[slice, ...]
 """A slice without a step for each dim; as in numpy, it may reach past the end."""
 
-ReadSlice = Callable[["StoredTensor", Index], np.ndarray]
-"""Function that reads a slice of a stored tensor: float32, or bytes as they are."""
-
-DTYPES = ("F32", "F16", "BF16")
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes that jaxsp reads, by safetensors' names; float32 holds all of them exactly."""
 
 _BYTES = "U8"
 """dtype of the parts of tensors in MXFP4."""
 
-_WHOLE = slice(None)
+_COMPARE_ELEMENTS = 2**24
+"""Elements of two tensors that are compared at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +41,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     file: pathlib.Path
     name: str
-
-    @property
-    def parts(self) -> "tuple[StoredTensor, ...]":
-        return (self,)
-
-    def read(self, index: Index, read: ReadSlice) -> np.ndarray:
-        return read(self, index)
+    offset: int
+    """Number of its first byte in the file."""
+    file_state: tuple[int, int]
+    """Size of the file and time of its last change, when its header was read."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,26 +52,115 @@ class StoredTensor:
         bits = re.search(r"\d+", self.dtype)  # of F32, BF16 or F8_E4M3; BOOL has 8
         return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns elements in the order of the file. Raises: UserError if the file has changed."""
+        dtype = jnp.dtype(DTYPES.get(self.dtype, "uint8"))
+        try:
+            with self.file.open("rb") as file:
+                if _find_state(file) != self.file_state:
+                    raise UserError(f"{self.file} has changed since it was checked. Start again.")
+                file.seek(self.offset + start * dtype.itemsize)
+                return np.fromfile(file, dtype, stop - start)
+        except OSError as error:
+            raise UserError(f"{self.file} cannot be read: {error}. Copy it again.") from None
+
     def to_numpy(self) -> np.ndarray:
-        """Returns the whole tensor in its own dtype. Raises: UserError."""
-        with _open(self.file) as file:
+        """Returns the whole tensor in its own dtype."""
+        with safetensors.safe_open(self.file, "np") as file:
             return file.get_tensor(self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorView:
-    """A tensor of a model that is made of slices of stored tensors."""
+class Tensor:
+    """A tensor of a model, made of stored tensors."""
 
     dtype: str
     """Name in safetensors. It is one that jaxsp does not read if a part has such a dtype."""
     shape: tuple[int, ...]
     parts: tuple[StoredTensor, ...]
     """Stored tensors that this tensor is made of."""
-    read: Callable[[Index, ReadSlice], np.ndarray]
-    """Function that returns a slice, float32. Its second argument is that of `open_files`."""
+    read: Callable[[Index], np.ndarray]
+    """Function that returns a slice: float32, or bytes as they are."""
 
 
-Tensor = StoredTensor | TensorView
+def view_rows(
+    parts: Iterable[StoredTensor], shape: tuple[int, ...] | None = None, first: int = 0
+) -> Tensor:
+    """A tensor whose rows are those from `first` on of stored tensors, one below the other.
+
+    Args: shape: of the rows; None: that of the only part. Dims of a part before its rows, such as
+        experts, count as rows too.
+    """
+    parts = tuple(parts)
+    shape = parts[0].shape if shape is None else shape
+    size = math.prod(shape[1:])
+
+    def read(index: Index) -> np.ndarray:
+        rows = range(shape[0])[index[0]]
+        arrays = []
+        before = -first
+        for part in parts:
+            count = math.prod(part.shape) // size
+            start = min(max(rows.start - before, 0), count)
+            stop = min(max(rows.stop - before, start), count)
+            arrays.append(part.read(start * size, stop * size))
+            before += count
+        whole = np.concatenate(arrays).reshape(len(rows), *shape[1:])
+        chosen = whole[(slice(None), *index[1:])]
+        return chosen if dtype == _BYTES else chosen.astype(np.float32)
+
+    dtype = min((part.dtype for part in parts), key=lambda dtype: dtype in DTYPES)
+    return Tensor(dtype=dtype, shape=shape, parts=parts, read=read)
+
+
+def is_same(tensor: StoredTensor, other: StoredTensor) -> bool:
+    """True if two tensors have the same numbers."""
+    if tensor.shape != other.shape:
+        return False
+    size = math.prod(tensor.shape)
+    for start in range(0, size, _COMPARE_ELEMENTS):
+        stop = min(start + _COMPARE_ELEMENTS, size)
+        first, second = (x.read(start, stop).astype(np.float32) for x in (tensor, other))
+        if first.tobytes() != second.tobytes():
+            return False
+    return True
+
+
+def _find_state(file: Any) -> tuple[int, int]:
+    state = os.fstat(file.fileno())
+    return state.st_size, state.st_mtime_ns
+
+
+def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
+    """Returns all tensors of a file by name, without reading their values. Raises: UserError."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            if start == b"version ":  # git-lfs.github.com/spec/v1
+                raise UserError(
+                    f"{path} is a git-lfs pointer, not the file. Fetch it with git lfs pull."
+                )
+            with safetensors.safe_open(path, "np"):
+                header_bytes = int.from_bytes(start, "little")  # safetensors has checked it
+            header = json.loads(file.read(header_bytes))
+            state = _find_state(file)
+    except safetensors.SafetensorError as error:
+        problem = f"is damaged or incomplete ({path.stat().st_size:,} bytes): {error}"
+        raise UserError(f"{path} {problem}. Copy or download it again.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}. Copy or download it again.") from None
+    return {
+        name: StoredTensor(
+            file=path,
+            name=name,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            offset=8 + header_bytes + entry["data_offsets"][0],
+            file_state=state,
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def make_views(
@@ -91,7 +175,7 @@ def make_views(
 
     Args: shapes: of the model's tensors; divided: `families.Family.divided_tensors`.
     """
-    views: dict[str, Tensor] = {**stored}
+    views = {name: view_rows([tensor]) for name, tensor in stored.items()}
     for whole, modules in divided.items():
         for name in shapes:
             if name.endswith(f"{modules[0]}.weight"):
@@ -112,25 +196,17 @@ def _divide_rows(
 ) -> None:
     """Divides rows as in a model that files divide at other places, or not at all."""
     given = [name for name in (*names, whole) if name in views]
-    parts = tuple(part for name in given for part in views[name].parts)
+    parts = [part for name in given for part in views[name].parts]
     row_shapes = {part.shape[1:] for part in parts} | {shapes[name][1:] for name in names}
     num_rows = sum(shapes[name][0] for name in names)
     if len(row_shapes) > 1 or sum(part.shape[0] for part in parts) != num_rows:
         return
     for name in given:
         del views[name]
-    dtype = min((part.dtype for part in parts), key=lambda dtype: dtype in DTYPES)
-
-    def read_rows(rows: slice, index: Index, read: ReadSlice) -> np.ndarray:
-        arrays = [read(part, len(part.shape) * (_WHOLE,)) for part in parts]  # they are small
-        return np.concatenate(arrays)[rows][index]
-
     first = 0
     for name in names:
-        rows = slice(first, first + shapes[name][0])
-        read = functools.partial(read_rows, rows)
-        views[name] = TensorView(dtype=dtype, shape=shapes[name], parts=parts, read=read)
-        first = rows.stop
+        views[name] = view_rows(parts, shapes[name], first)
+        first += shapes[name][0]
 
 
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -147,18 +223,9 @@ def _split_experts(views: dict[str, Tensor], name: str) -> None:
         return
     num_experts, num_rows, num_columns = whole.shape
     count = num_rows // len(modules)
-
-    def read_expert(expert: int, first: int, index: Index, read: ReadSlice) -> np.ndarray:
-        span = range(first, first + count)[index[0]]
-        part = (slice(expert, expert + 1), slice(span.start, span.stop), index[1])
-        return whole.read(part, read)[0]
-
     experts = {
-        f"{prefix}.{expert}.{module}.weight": TensorView(
-            dtype=whole.dtype,
-            shape=(count, num_columns),
-            parts=whole.parts,
-            read=functools.partial(read_expert, expert, number * count),
+        f"{prefix}.{expert}.{module}.weight": view_rows(
+            whole.parts, (count, num_columns), expert * num_rows + number * count
         )
         for expert in range(num_experts)
         for number, module in enumerate(modules)
@@ -195,12 +262,12 @@ def _dequantize(views: dict[str, Tensor], name: str) -> None:
     num_experts, num_rows, num_groups = scales.shape
     num_columns = num_groups * _MXFP4_GROUP
 
-    def read_mxfp4(index: Index, read: ReadSlice) -> np.ndarray:
+    def read_mxfp4(index: Index) -> np.ndarray:
         experts, columns, rows = index
         start, stop, _ = columns.indices(num_columns)
         groups = slice(start // _MXFP4_GROUP, -(-stop // _MXFP4_GROUP))
-        codes = blocks.read((experts, rows, groups, _WHOLE), read)
-        exponents = scales.read((experts, rows, groups), read)
+        codes = blocks.read((experts, rows, groups, slice(None)))
+        exponents = scales.read((experts, rows, groups))
         before = groups.start * _MXFP4_GROUP
         matrices = np.empty((len(codes), max(stop - start, 0), codes.shape[1]), np.float32)
         for expert, code in enumerate(codes):  # one after another: temporary arrays are large
@@ -211,61 +278,9 @@ def _dequantize(views: dict[str, Tensor], name: str) -> None:
             matrices[expert] = flat[:, start - before : stop - before].T
         return matrices
 
-    views[name] = TensorView(
+    views[name] = Tensor(
         dtype="BF16",  # which holds all products of numbers and factors
         shape=(num_experts, num_columns, num_rows),
-        parts=(*blocks.parts, *scales.parts),
+        parts=blocks.parts + scales.parts,
         read=read_mxfp4,
     )
-
-
-def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
-    """Returns all tensors of a file by name, without reading their values. Raises: UserError."""
-    header = {}
-    with _open(path) as file:
-        for name in file.keys():  # noqa: SIM118 - not iterable
-            part = file.get_slice(name)
-            shape = tuple(part.get_shape())
-            header[name] = StoredTensor(file=path, name=name, dtype=part.get_dtype(), shape=shape)
-    return header
-
-
-@contextlib.contextmanager
-def open_files() -> Iterator[ReadSlice]:
-    """Yields a function that reads slices, with one open file at a time. Raises: UserError."""
-    with contextlib.ExitStack() as opened:
-        files: dict[pathlib.Path, Any] = {}
-
-        def read(tensor: StoredTensor, index: Index) -> np.ndarray:
-            if tensor.file not in files:
-                files.clear()
-                opened.close()
-                files[tensor.file] = opened.enter_context(_open(tensor.file))
-            spans = [range(size)[part] for part, size in zip(index, tensor.shape, strict=True)]
-            shape = [len(span) for span in spans]
-            dtype = np.uint8 if tensor.dtype == _BYTES else np.float32
-            if 0 in shape:  # safetensors refuses an empty slice at the end of a dim
-                return np.zeros(shape, dtype)
-            stored = files[tensor.file].get_slice(tensor.name)
-            part = stored[tuple(slice(span.start, span.stop) for span in spans)]
-            return part.astype(dtype, copy=False)
-
-        yield read
-
-
-@contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[Any]:
-    """Opens a safetensors file and checks its header. Raises: UserError."""
-    try:
-        with path.open("rb") as file:
-            is_lfs_pointer = file.read(8) == b"version "  # git-lfs.github.com/spec/v1
-        if not is_lfs_pointer:
-            with safetensors.safe_open(path, "np") as opened:
-                yield opened
-            return
-        problem = "is a git-lfs pointer, not the file. Fetch it with git lfs pull"
-    except safetensors.SafetensorError as error:
-        problem = f"is damaged or incomplete ({path.stat().st_size:,} bytes): {error}"
-    except OSError as error:
-        problem = f"cannot be read: {error}"
-    raise UserError(f"{path} {problem}. Copy or download it again.")

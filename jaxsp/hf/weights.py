@@ -10,9 +10,8 @@ import json
 import math
 import pathlib
 import secrets
-import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import huggingface_hub
@@ -26,11 +25,11 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.hf import folder, model_config, multimodal, tensors, token_ids
-from jaxsp.hf.families import FAMILIES, find_text_family
+from jaxsp.hf import config_fields, folder, model_config, multimodal, tensors
+from jaxsp.hf.families import find_text_family
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.multimodal import PROCESSOR_FILES
-from jaxsp.hf.tensors import DTYPES, Index, StoredTensor, Tensor
+from jaxsp.hf.tensors import Index, StoredTensor, Tensor
 from jaxsp.model import decoder
 
 if TYPE_CHECKING:
@@ -42,12 +41,6 @@ _HEAD_NAME = "lm_head.weight"
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """End of the names of tensors that repeat what config.json has; transformers ignores them too."""
-
-_WRAPPERS = ("_orig_mod.", "module.")
-"""Prefixes of names that torch.compile and DDP save."""
-
-_COMPARE_ELEMENTS = 2**24
-"""Elements of a tied head that are compared with the embedding at a time."""
 
 _COPY_AGAIN = "Copy or download the folder again"
 
@@ -69,52 +62,34 @@ class WeightReader:
         Args: index: a slice for each dim of `param.shape`.
         Raises: UserError if the file has changed since it was checked.
         """
-        num_stacked = 0 if param.num_experts is None else 1
-        if param.joined_layers is not None:
-            block = param.find_block(index, layer)
-            return self.read_slices([self.tensors[param.hf_name]], block)[0]
-        experts = index[:num_stacked]
-        rows, *others = index[num_stacked:]
-        numbers = np.arange(param.matrix_shape[0])[rows]
-        if param.hf_rows is not None:
-            numbers = param.hf_rows.find(numbers)
-        views = [self.tensors[name] for _, name in param.list_tensors(layer)]
-        if param.expert_layout is not None:  # of an adapter, whose whole tensor is read
-            whole = self.read_slices(views, 2 * (slice(None),))[0]
-            return param.view_matrices(whole)[*experts, :, *others].take(numbers, axis=1)
-        first, stop = (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
-        matrix: Index = (slice(first, stop), *others)
-        if param.is_transposed:
-            matrix = matrix[::-1]
-        if param.has_tensor_per_expert:
-            chosen = views[experts[0]]
-            parts = self.read_slices(chosen or views[:1], matrix)
-            array = np.stack(parts)[: len(chosen)]  # an empty stack has the matrix's shape too
-        else:
-            array = self.read_slices(views, (*experts, *matrix))[0]
-        if param.is_transposed:
-            array = array.swapaxes(-1, -2)
-        if stop - first == len(numbers):
-            return array
-        return array.take(numbers - first, axis=num_stacked)
-
-    def read_slices(self, views: Iterable[Tensor], index: Index) -> list[np.ndarray]:
-        """Returns the same slice of several tensors, like `read`."""
-        with at(self.source.field, self.source.source), tensors.open_files() as read:
-            return [view.read(index, read) for view in views]
-
-    def is_same(self, head: StoredTensor, embedding: StoredTensor) -> bool:
-        """True if two tensors contain the same numbers."""
-        if head is embedding or head.shape != embedding.shape:
-            return head is embedding
-        num_rows, num_columns = head.shape
-        step = max(_COMPARE_ELEMENTS // num_columns, 1)
-        for start in range(0, num_rows, step):
-            part = (slice(start, start + step), slice(None))
-            ours, theirs = self.read_slices((head, embedding), part)
-            if ours.tobytes() != theirs.tobytes():
-                return False
-        return True
+        with at(self.source.field, self.source.source):
+            if param.joined_layers is not None:
+                return self.tensors[param.hf_name].read(param.find_block(index, layer))
+            num_stacked = 0 if param.num_experts is None else 1
+            experts = index[:num_stacked]
+            rows, *others = index[num_stacked:]
+            numbers = np.arange(param.matrix_shape[0])[rows]
+            if param.hf_rows is not None:
+                numbers = param.hf_rows.find(numbers)
+            views = [self.tensors[name] for _, name in param.list_tensors(layer)]
+            if param.expert_layout is not None:  # of an adapter, whose whole tensor is read
+                whole = views[0].read(2 * (slice(None),))
+                return param.view_matrices(whole)[*experts, :, *others].take(numbers, axis=1)
+            first, stop = (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
+            matrix: Index = (slice(first, stop), *others)
+            if param.is_transposed:
+                matrix = matrix[::-1]
+            if param.has_tensor_per_expert:
+                chosen = views[experts[0]]
+                parts = [view.read(matrix) for view in chosen or views[:1]]
+                array = np.stack(parts)[: len(chosen)]  # an empty stack has the matrix's shape too
+            else:
+                array = views[0].read((*experts, *matrix))
+            if param.is_transposed:
+                array = array.swapaxes(-1, -2)
+            if stop - first == len(numbers):
+                return array
+            return array.take(numbers - first, axis=num_stacked)
 
     def find_stored_name(self, name: str) -> str:
         """Name in the files of a tensor that is neither fused nor divided in them."""
@@ -138,14 +113,10 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     with at(source.field, source.source):
         stored, others = multimodal.select_tensors(_read_headers(source), fields)
         shapes = tensor_shapes(table)
-        for wrapper in _WRAPPERS:
-            if all(name.startswith(wrapper) for name in stored):
-                stored = {name.removeprefix(wrapper): tensor for name, tensor in stored.items()}
         if "embed_tokens.weight" in stored:  # AutoModel leaves out `model.`
             own = {_HEAD_NAME, *shapes}
             stored = {x if x in own else f"model.{x}": tensor for x, tensor in stored.items()}
         embedding_name = table["embedding"].hf_name
-        head = None
         left_out = multimodal.describe_left_out(others, fields)
         head_name = table["head"].hf_name if "head" in table else _HEAD_NAME
         # A reward model that is made from a language model
@@ -155,36 +126,25 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
             stored.pop(_HEAD_NAME, None)
         elif "head" not in table and _HEAD_NAME in stored:
             head = stored.pop(_HEAD_NAME)
-            stored.setdefault(embedding_name, head)
-        divided = find_text_family(fields).divided_tensors
-        views = tensors.make_views(stored, shapes, divided)
-        missing, surplus, misshapen, unreadable = compare(views, shapes)
-        matching = "Use the config.json that belongs to these weights"
-        tie = leave_out = ""
-        if missing == [_HEAD_NAME]:
+            if not tensors.is_same(head, stored.setdefault(embedding_name, head)):
+                raise UserError(
+                    f"{_HEAD_NAME} must equal {embedding_name}, because config.json has "
+                    "tie_word_embeddings = true. Set it to false there to train both, or remove "
+                    "the tensor that is wrong."
+                )
+        views = tensors.make_views(stored, shapes, find_text_family(fields).divided_tensors)
+        suggestion = "Use the config.json that belongs to these weights"
+        if shapes.keys() - views.keys() == {_HEAD_NAME}:
             places = "it" if multimodal.find_family(fields) is None else "it and in its text_config"
-            tie = f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
-        if not missing and not misshapen:
-            leave_out = (
-                ". If the model works without them (such as a value head), transformers leaves "
-                f"them out, where torch is installed: {_suggest_conversion(source)}"
+            suggestion += (
+                f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
             )
-        dtypes = errors.format_choices(DTYPES)
-        refuse(
-            (missing, "missing tensors:", f"{matching}{tie}, or copy or download the folder again"),
-            (surplus, "tensors that the model of config.json does not have:", matching + leave_out),
-            (misshapen, "tensors of another shape than in config.json:", matching),
-            (unreadable, f"tensors that are not {dtypes}:", "Use a model that is not quantized"),
+        return WeightReader(
+            source=source,
+            tensors=check_tensors(views, shapes, suggestion),
+            left_out=left_out,
+            other_tensors=others,
         )
-        views = {name: views[name] for name in shapes}
-        reader = WeightReader(source=source, tensors=views, left_out=left_out, other_tensors=others)
-        if head is not None and not reader.is_same(head, stored[embedding_name]):
-            raise UserError(
-                f"{_HEAD_NAME} must equal {embedding_name}, because config.json has "
-                "tie_word_embeddings = true. Set it to false there to train both, or remove the "
-                "tensor that is wrong."
-            )
-        return reader
 
 
 def open_other_parts(source: ModelFolder, model: ModelConfig) -> WeightReader:
@@ -218,33 +178,34 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
             )
     files = sorted(set(weight_map.values()))
     source.download_files([_SINGLE_FILE, *files])
-    has_index = not (source.path / _SINGLE_FILE).is_file()
-    if not has_index:
+    if (source.path / _SINGLE_FILE).is_file():
+        weight_map = {}
         files = [_SINGLE_FILE]
     if not files:
-        problem = f"{source.path} contains no {_SINGLE_FILE}"
-        if shards := sorted(path.name for path in source.path.glob("model-*.safetensors")):
-            problem += f" and no {index_file}, only {abbreviate(shards)}. {_COPY_AGAIN}."
-            raise UserError(problem)
-        pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
-        problem += f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
+        found = sorted(
+            path.name
+            for pattern in ("model-*.safetensors", "pytorch_model*.bin")
+            for path in source.path.glob(pattern)
+        )
         raise UserError(
-            f"{problem}: jaxsp does not read pickles, because they can run code. Where torch is "
-            f"installed, convert them to safetensors: {_suggest_conversion(source)}."
+            f"{source.path} contains no {_SINGLE_FILE} and no {index_file}, only "
+            f"{abbreviate(found) or 'small files'}. {_COPY_AGAIN}. jaxsp does not read pickles "
+            "such as pytorch_model.bin, because they can run code: where torch is installed, load "
+            "the model with transformers, and save_pretrained writes safetensors."
         )
     problems = ProblemCollector()
     absent = [name for name in files if not (source.path / name).is_file()]
     if absent:
         problems.append(f"{abbreviate(absent)}: missing, but named in {index_file}. {_COPY_AGAIN}.")
-    places: set[tuple[str, str]] = set()
     stored: dict[str, StoredTensor] = {}
+    places: set[tuple[str, str]] = set()
     for name in sorted({*files} - {*absent}):
         with problems.collect():
             header = tensors.read_header(source.path / name)
             stored |= header
             places |= {(tensor, name) for tensor in header}
-    differences = places ^ set(weight_map.items())
-    if not problems and has_index and differences:
+    differences = places ^ weight_map.items() if weight_map else ()
+    if differences and not problems:
         names = sorted({tensor for tensor, _ in differences})
         problems.append(
             f"{index_file} and the files disagree about the file of {abbreviate(names)}. "
@@ -252,22 +213,6 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
         )
     problems.raise_if_any()
     return stored
-
-
-def _suggest_conversion(source: ModelFolder) -> str:
-    """Command with which transformers writes a model anew, and the field for its new folder."""
-    out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
-    source_name = json.dumps(source.source)
-    out_name = json.dumps(out)
-    family = multimodal.find_family(source.config_fields)
-    auto_class = FAMILIES[family.text_types[0]].auto_class if family else "AutoModelForCausalLM"
-    code = (
-        "import transformers as t; "
-        f't.{auto_class}.from_pretrained({source_name}, dtype="auto")'
-        f".save_pretrained({out_name}); "
-        f"t.AutoTokenizer.from_pretrained({source_name}).save_pretrained({out_name})"
-    )
-    return f"python -c {shlex.quote(code)}, then {source.field}={out}"
 
 
 def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
@@ -280,30 +225,36 @@ def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def compare(
-    stored: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Missing and surplus tensors, and those of another shape, and those that jaxsp cannot read."""
-    missing = [name for name in shapes if name not in stored]
-    surplus = sorted(x for x in stored.keys() - shapes if not x.endswith(_IGNORED_SUFFIX))
-    common = {name: stored[name] for name in shapes if name in stored}
-    misshapen = [
-        f"{name} {list(tensor.shape)} instead of {list(shapes[name])}"
-        for name, tensor in common.items()
-        if tensor.shape != shapes[name]
-    ]
-    unreadable = [f"{name} {x.dtype}" for name, x in common.items() if x.dtype not in DTYPES]
-    return missing, surplus, misshapen, unreadable
+def check_tensors(
+    views: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    suggestion: str,
+    surplus_title: str = "tensors that the model of config.json does not have:",
+) -> dict[str, Tensor]:
+    """Returns the tensors with these names.
 
-
-def refuse(*differences: tuple[list[str], str, str]) -> None:
-    """Raises UserError if there are any tensors. Args: their names, a title, and a suggestion."""
+    Raises: UserError with those that are missing, surplus or of another shape or dtype.
+    """
+    common = {name: views[name] for name in shapes if name in views}
+    differences = {
+        "missing tensors:": [name for name in shapes if name not in views],
+        surplus_title: sorted(x for x in views.keys() - shapes if not x.endswith(_IGNORED_SUFFIX)),
+        "tensors of another shape than the model's:": [
+            f"{name} {list(tensor.shape)} instead of {list(shapes[name])}"
+            for name, tensor in common.items()
+            if tensor.shape != shapes[name]
+        ],
+        f"tensors that are not {errors.format_choices(tensors.DTYPES)}, perhaps quantized:": [
+            f"{name} {x.dtype}" for name, x in common.items() if x.dtype not in tensors.DTYPES
+        ],
+    }
     problems = ProblemCollector(
         f"{title} {abbreviate(names)}. {suggestion}."
-        for names, title, suggestion in differences
+        for title, names in differences.items()
         if names
     )
     problems.raise_if_any()
+    return common
 
 
 def abbreviate(names: list[str]) -> str:
@@ -337,7 +288,7 @@ def export_model(
             export has them (`multimodal.are_exported`), else None.
     Memory: `master`, and one file of `max_shard_size` at a time, in `dtype`.
     """
-    special = token_ids.choose(fields, tokenizer)
+    special = config_fields.choose_token_ids(fields, tokenizer)
     config = model_config.make_config_json(fields, dtype=dtype, token_ids=special)
     named: dict[str, ExportTensor | StoredTensor] = {**list_tensors(master, table, dtype)}
     assert (other_parts is not None) == multimodal.are_exported(fields), "the caller opens them"

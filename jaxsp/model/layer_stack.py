@@ -25,9 +25,9 @@ from jaxtyping import Array
 
 from jaxsp.blocks.config import LayerKind, LayerSegment
 from jaxsp.blocks.layers import Gather, Weights
-from jaxsp.core import host_memory
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy
+from jaxsp.system import device_memory
 
 Sums = dict[str, Any]
 """Sums of a layer over tokens, by name, which may have gradients; empty for most layers. Those of
@@ -292,7 +292,7 @@ class OffloadedStack:
 
         def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
             x, sums, kept = state
-            kept = _write(kept, host_memory.to_host(x), group)
+            kept = _write(kept, device_memory.to_host(x), group)
             first = group * self.group_size
             run = lambda i, state: self._run_period(stacked, first + i, state, batch)
             return *jax.lax.fori_loop(0, size, run, (x, sums)), kept
@@ -356,12 +356,12 @@ class OffloadedStack:
             if size * len(self.period) > 1:
                 if self.offloads_during_attention:
                     dx, group = jax.lax.optimization_barrier(
-                        (host_memory.to_host(dx), jnp.asarray(group))
+                        (device_memory.to_host(dx), jnp.asarray(group))
                     )
                 waiting = self._compute_inputs(waiting, kept, group, stacked, batch, size=size)
                 # Without the barrier, XLA makes a copy of the inputs in host memory
                 dx, waiting = jax.lax.optimization_barrier((dx, waiting))
-                dx = host_memory.to_device(dx)
+                dx = device_memory.to_device(dx)
                 inputs = waiting, jnp.asarray(0)
 
             def pull_period(i: Array, state: tuple) -> tuple:
@@ -400,21 +400,21 @@ class OffloadedStack:
         self, waiting: Array, kept: Array, group: Any, stacked: Any, batch: Any, *, size: int
     ) -> Array:
         """Inputs of a group's layers, in host memory. Args: waiting: array that they replace."""
-        x = host_memory.to_device(_read(kept, group))
+        x = device_memory.to_device(_read(kept, group))
 
         def run_layer(i: Array | int, number: int, state: tuple[Array, Array]) -> Any:
             x, waiting = state
             period = group * self.group_size + i
             x, _ = self._apply_layer(stacked, period, number=number, x=x, batch=batch)
             next_place = _index(i, len(self.period), number) + 1
-            return x, _write(waiting, host_memory.to_host(x), next_place)
+            return x, _write(waiting, device_memory.to_host(x), next_place)
 
         def run_period(i: Array, state: tuple[Array, Array]) -> Any:
             for number in range(len(self.period)):
                 state = run_layer(i, number, state)
             return state
 
-        state = x, _write(waiting, host_memory.to_host(x), 0)
+        state = x, _write(waiting, device_memory.to_host(x), 0)
         state = jax.lax.fori_loop(0, size - 1, run_period, state)
         for number in range(len(self.period) - 1):
             state = run_layer(size - 1, number, state)
@@ -452,12 +452,12 @@ class OffloadedStack:
         pre = bind(self.layers[kind].project, "pre_attention")
         mix = bind(self.layers[kind].mix, "mix")
         post = bind(self.layers[kind].finish, "post_attention")
-        read_input = lambda index: host_memory.to_device(_read(kept, index))
+        read_input = lambda index: device_memory.to_device(_read(kept, index))
         # Recompute what is mixed, and the result
         x = read_input(index)
         inputs, carried = pre(holders["pre_attention"], x)
         if self.offloads_during_attention:
-            dx, inputs = jax.lax.optimization_barrier((host_memory.to_host(dx), inputs))
+            dx, inputs = jax.lax.optimization_barrier((device_memory.to_host(dx), inputs))
         share = functools.partial(self.layers[kind].share, dtype=x.dtype)
         (to_mix, to_finish), pull_share = jax.vjp(share, shared)
         mixed, pull_mix = jax.vjp(mix, holders.get("mix"), (*inputs, *to_mix))
@@ -465,7 +465,7 @@ class OffloadedStack:
         if self.offloads_during_attention:
             # The input is read again once the mixing has ended
             dx, mixed, index = jax.lax.optimization_barrier((dx, mixed, index))
-            dx = host_memory.to_device(dx)
+            dx = device_memory.to_device(dx)
             x = read_input(index)
         carried = (*carried, *to_finish)
         _, pull_post = jax.vjp(post, holders["post_attention"], x, mixed, carried)
@@ -473,14 +473,14 @@ class OffloadedStack:
         num_carried = len(carried) - len(to_finish)
         # Gradients of the mixing
         if self.offloads_during_attention:
-            dx, dmixed = jax.lax.optimization_barrier((host_memory.to_host(dx), dmixed))
+            dx, dmixed = jax.lax.optimization_barrier((device_memory.to_host(dx), dmixed))
         mix_gradients, dinputs = pull_mix(dmixed)
         (dshared,) = pull_share((dinputs[len(inputs) :], dcarried[num_carried:]))
         dinputs = dinputs[: len(inputs)]
         # Gradients of the part before it
         if self.offloads_during_attention:
             dx, dinputs, index = jax.lax.optimization_barrier((dx, dinputs, index))
-            dx = host_memory.to_device(dx)
+            dx = device_memory.to_device(dx)
             x = read_input(index)
         _, pull_pre = jax.vjp(pre, holders["pre_attention"], x)
         pre_gradients, dx_of_mixing = pull_pre((dinputs, dcarried[:num_carried]))
@@ -492,7 +492,7 @@ class OffloadedStack:
 
 def _empty_on_host(count: int, x: Array) -> Array:
     """Uninitialized arrays of the shape of x, stacked, in host memory."""
-    return host_memory.to_host(jax.lax.empty((count, *x.shape), x.dtype))
+    return device_memory.to_host(jax.lax.empty((count, *x.shape), x.dtype))
 
 
 def _index(period: Array | int, count: int, place: int) -> Array | int:
@@ -512,6 +512,6 @@ def _write(stacked: Array, layer: Array, index: Array | int) -> Array:
 
 def _add_gradient(sums: Array, gradient: Array, index: Array | int) -> Array:
     """Adds one layer's gradient to the sums; replaces it in host memory, where nothing is added."""
-    if not host_memory.is_on_host(sums):
+    if not device_memory.is_on_host(sums):
         gradient = gradient + _read(sums, index)
     return _write(sums, gradient, index)

@@ -24,10 +24,7 @@ from jaxsp.config.fields import (
     PositiveFloat,
     with_examples,
 )
-from jaxsp.objectives.objective import Objective
-from jaxsp.objectives.token_objective import TileTokens, TokenObjective
-
-MAX_TOP_K = 256
+from jaxsp.objectives.objective import Objective, TileTokens, TokenObjective
 
 
 class Distill(TokenObjective):
@@ -65,32 +62,34 @@ class Distill(TokenObjective):
     _expand_home = pydantic.field_validator("teacher", "predictions")(fields.expand_home)
 
     def find_problems(self) -> Iterator[str]:
-        if self.divergence != "jsd" and self.beta != 0.5:
-            yield (
-                f"{self.show('beta')}: has no effect with {HERE}.divergence = {self.divergence}. "
-                f"Set {HERE}.divergence=jsd, or leave it out."
-            )
-        if self.predictions is None and self.top_k != 64:
-            yield (
-                f"{self.show('top_k')}: has no effect without {HERE}.predictions: the whole "
-                f"vocabulary is used. Set {HERE}.predictions, or {HERE}.top_k=64."
-            )
-        if self.top_k > MAX_TOP_K:
-            yield f"{self.show('top_k')}: must be at most {MAX_TOP_K}. Use {MAX_TOP_K}."
+        if self.divergence != "jsd":
+            reason = f"with {HERE}.divergence = {self.divergence}."
+            yield from self._find_unused(["beta"], reason)
+        if self.predictions is None:
+            reason = f"without {HERE}.predictions: the whole vocabulary is used."
+            yield from self._find_unused(["top_k"], reason)
+        if self.top_k > 256:
+            yield f"{self.show('top_k')}: must be at most 256. Use 256."
         if self.teacher is None:
-            for name in ("teacher_quantization", "teacher_linear_dtype", "predictions"):
-                if getattr(self, name) not in ("none", None):
-                    yield (
-                        f"{self.show(name)}: has no effect without {HERE}.teacher: the model "
-                        f"itself is the teacher. Set {HERE}.teacher, or leave it out."
-                    )
+            names = ("teacher_quantization", "teacher_linear_dtype", "predictions")
+            reason = f"without {HERE}.teacher: the model itself is the teacher."
+            yield from self._find_unused(names, reason)
 
     def losses(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
+        import jax
         import jax.numpy as jnp
 
         from jaxsp.core.batch import PREDICTIONS
 
-        student_XV, teacher_XV = self._find_predictions(tokens)
+        student_XV = self._find_logps(tokens.logits_XV, tokens)
+        if (stored := tokens.numbers.get(PREDICTIONS)) is not None:
+            ids_XK, bits_XK = jnp.split(stored, [self.top_k], axis=-1)
+            is_same_X = tokens.logits_XV.argmax(-1) == ids_XK[:, 0]
+            student_XV = _select(student_XV, ids_XK)
+            teacher_XV = jax.lax.bitcast_convert_type(bits_XK, jnp.float32)
+        else:
+            teacher_XV = self._find_logps(tokens.teacher_logits_XV, tokens)
+            is_same_X = student_XV.argmax(-1) == teacher_XV.argmax(-1)
         if self.divergence == "forward_kl":
             divergences_X = _kl(teacher_XV, student_XV)
         elif self.divergence == "reverse_kl":
@@ -103,28 +102,8 @@ class Distill(TokenObjective):
         losses_X = divergences_X
         if self.sft_weight:
             losses_X = losses_X - self.sft_weight * tokens.logps_X
-        if PREDICTIONS in tokens.numbers:  # the last class has all others
-            is_same_X = tokens.logits_XV.argmax(-1) == tokens.numbers[PREDICTIONS][:, 0]
-        else:
-            is_same_X = student_XV.argmax(-1) == teacher_XV.argmax(-1)
-        return losses_X, {
-            "divergence": divergences_X,
-            "teacher_agreement": is_same_X.astype(jnp.float32),
-        }
-
-    def _find_predictions(self, tokens: TileTokens) -> tuple[Any, Any]:
-        """Log-probabilities of the student and the teacher for the same classes: tokens, or stored
-        ones and the rest."""
-        import jax
-        import jax.numpy as jnp
-
-        from jaxsp.core.batch import PREDICTIONS
-
-        student_XV = self._find_logps(tokens.logits_XV, tokens)
-        if (stored := tokens.numbers.get(PREDICTIONS)) is not None:
-            ids_XK, bits_XK = jnp.split(stored, [self.top_k], axis=-1)
-            return _select(student_XV, ids_XK), jax.lax.bitcast_convert_type(bits_XK, jnp.float32)
-        return student_XV, self._find_logps(tokens.teacher_logits_XV, tokens)
+        same_X = is_same_X.astype(jnp.float32)
+        return losses_X, {"divergence": divergences_X, "teacher_agreement": same_X}
 
     def _find_logps(self, logits_XV: Any, tokens: TileTokens) -> Any:
         """Log-probabilities of the ids that both models have."""
@@ -152,22 +131,16 @@ class Distill(TokenObjective):
 
 def _select(logps_XV: Any, ids_XK: Any) -> Any:
     """Log-probabilities of some tokens and, as the last class, of all others together."""
-    import jax.numpy as jnp
-
-    chosen_XK = jnp.take_along_axis(logps_XV, ids_XK, axis=-1)
-    return jnp.concatenate([chosen_XK, _sum_others(logps_XV, ids_XK)[:, None]], axis=-1)
-
-
-def _sum_others(logits_XV: Any, ids_XK: Any) -> Any:
-    """Log-sum-exp of the logits of all tokens except those of `ids_XK`, float32[X]."""
     import jax
     import jax.numpy as jnp
 
+    chosen_XK = jnp.take_along_axis(logps_XV, ids_XK, axis=-1)
     rows_X1 = jnp.arange(len(ids_XK))[:, None]
     # a mask of one byte for each logit, because XLA fuses it into the sum, unlike a copy of logits
-    is_left_out_XV = jnp.zeros(logits_XV.shape, bool).at[rows_X1, ids_XK].set(True)
+    is_left_out_XV = jnp.zeros(logps_XV.shape, bool).at[rows_X1, ids_XK].set(True)
     lowest = jnp.finfo(jnp.float32).min  # -inf would make gradients NaN
-    return jax.nn.logsumexp(jnp.where(is_left_out_XV, lowest, logits_XV), axis=-1)
+    others_X = jax.nn.logsumexp(jnp.where(is_left_out_XV, lowest, logps_XV), axis=-1)
+    return jnp.concatenate([chosen_XK, others_X[:, None]], axis=-1)
 
 
 def find_teacher(objective: Objective) -> str | None:

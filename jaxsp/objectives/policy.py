@@ -18,7 +18,7 @@ from jaxsp.config.fields import (
     PositiveFloat,
     with_examples,
 )
-from jaxsp.objectives.token_objective import LENGTH, TileTokens, TokenObjective
+from jaxsp.objectives.objective import LENGTH, TileTokens, TokenObjective
 
 if TYPE_CHECKING:
     from jax import Array
@@ -103,30 +103,25 @@ class Policy(TokenObjective):
     """Decay of vespo's weight for negative advantages."""
 
     def find_problems(self) -> Iterator[str]:
-        own = f"{HERE}.loss_type = {self.loss_type}"
-        for name in _FIELDS:
-            default = type(self).model_fields[name].default
-            if name not in self._loss_type.fields and getattr(self, name) != default:
-                yield f"{self.show(name)}: has no effect with {own}. Leave it out."
+        own = f"with {HERE}.loss_type = {self.loss_type}"
+        used = self._loss_type.fields
+        yield from self._find_unused([name for name in _FIELDS if name not in used], f"{own}.")
         level = self._loss_type.level
         if level not in (None, self.importance_sampling_level):
             name = "importance_sampling_level"
-            yield f"{self.show(name)}: must be {level} with {own}. Set {HERE}.{name}={level}."
+            yield f"{self.show(name)}: must be {level} {own}. Set {HERE}.{name}={level}."
         if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
             yield (
-                f"{self.show('epsilon_high')}: must be at least 1 with {own}, whose largest ratio "
-                f"it is. Set {HERE}.epsilon_high=5.0."
+                f"{self.show('epsilon_high')}: must be at least 1 {own}, whose largest ratio it "
+                f"is. Set {HERE}.epsilon_high=5.0."
             )
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             yield (
-                f"{HERE}.max_completion_length: missing with {own}. Set it to the longest answer "
-                f"that was sampled, for example {HERE}.max_completion_length=4096."
+                f"{HERE}.max_completion_length: missing {own}. Set it to the longest answer that "
+                f"was sampled, for example {HERE}.max_completion_length=4096."
             )
-        if not (self.beta or self.use_bias_correction_kl):
-            yield (
-                f"{self.show('use_bias_correction_kl')}: has no effect with {HERE}.beta = 0. "
-                "Leave it out."
-            )
+        if not self.beta:
+            yield from self._find_unused(["use_bias_correction_kl"], f"with {HERE}.beta = 0.")
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -169,7 +164,6 @@ class Policy(TokenObjective):
         log_softmax_XV = jax.nn.log_softmax(jax.lax.stop_gradient(scaled.logits_XV))
         measured = {
             "ratio": ratios_X,
-            "ratio_max": ratios_X,
             "entropy": -(jnp.exp(log_softmax_XV) * log_softmax_XV).sum(-1),
         }
         low, high = self._bounds

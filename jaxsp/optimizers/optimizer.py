@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +14,20 @@ from jaxtyping import Array, Bool, Float32
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import host_memory, units
+from jaxsp.core import units
 from jaxsp.core.units import format_count
-from jaxsp.optimizers import matrix_exchange, param_groups
+from jaxsp.optimizers import muon, param_groups
 from jaxsp.optimizers.registry import Optimizer
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.system import device_mesh
+from jaxsp.system import device_memory, device_mesh
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Bytes of the optimizer's state of a weight that a device holds."""
 
     like_weight: int
     """Arrays in the shape of the weight, which are offloaded with it."""
     others: int
-
-    @property
-    def total(self) -> int:
-        """Bytes of all arrays."""
-        return self.like_weight + self.others
 
 
 def build_transform(config: Optimizer, param: Parameter) -> optax.GradientTransformation:
@@ -69,7 +63,16 @@ def init(config: Optimizer, param: Parameter) -> Any:
 
 def state_bytes(config: Optimizer, param: Parameter, num_shards: int) -> StateBytes:
     """Bytes of a weight's optimizer state on each device. Example: 8 per element for AdamW."""
-    return held_bytes(param, describe_state(config, param), num_shards)
+    like_weight = 0
+    others = 0
+    for x in jax.tree.leaves(describe_state(config, param)):
+        shape, is_sharded = _find_stored(param, x.shape, num_shards)
+        num_bytes = math.prod(shape) * x.dtype.itemsize // (num_shards if is_sharded else 1)
+        if x.shape == param.stacked_shape:
+            like_weight += num_bytes
+        else:
+            others += num_bytes
+    return StateBytes(like_weight, others)
 
 
 def is_layer_matrix(param: Parameter) -> bool:
@@ -140,7 +143,7 @@ def update(
                 momenta, new_state = jax.vmap(transform.update)(
                     gradients * grad_scale, state, weights
                 )
-                directions = matrix_exchange.map_matrices(
+                directions = muon.map_matrices(
                     param, finish, momenta.astype(dtype), mesh=mesh
                 ).astype(jnp.float32)
                 return weights - rate * (directions + decay * weights), new_state
@@ -150,13 +153,13 @@ def update(
             return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
         old = weight, state
-        is_on_host = any(map(host_memory.is_on_host, jax.tree.leaves((gradient, old))))
+        is_on_host = any(map(device_memory.is_on_host, jax.tree.leaves((gradient, old))))
         has_padding = weight.shape != param.stacked_shape
         if config.is_elementwise and param.num_layers is not None:
             if not is_on_host and not has_padding:
                 # no temporaries; a loop over layers would copy each layer before it is written
                 return jax.vmap(update_if_accepted)(old, gradient)
-        group_size = matrix_exchange.group_size(param, num_shards) if is_grouped else None
+        group_size = muon.group_size(param, num_shards) if is_grouped else None
         return host_offload.update_each_layer(
             param, update_if_accepted, old, gradient, group_size=group_size
         )
@@ -179,29 +182,26 @@ def describe(
     if config.max_grad_norm:
         text += f", gradients clipped to norm {config.max_grad_norm:g}"
     params = jax.tree.leaves(table)
-    state = sum(state_bytes(config, param, num_shards).total for param in params)
+    state = sum(sum(state_bytes(config, param, num_shards)) for param in params)
     if state:
         text += f", {units.format_bytes(state)} of state per device"
     groups = param_groups.describe(config, table)
     return "; ".join([text, *groups]), "; ".join([short, *groups])
 
 
-def is_sharded(param: Parameter, shape: Sequence[int], num_shards: int) -> bool:
-    """True if an array of one layer's state, of this unpadded shape, is sharded like its weight."""
-    dim = sharding.choose_placement(param, num_shards).dim
-    return dim is not None and len(shape) == len(param.shape) and shape[dim] == param.shape[dim]
-
-
-def _layer_shape(param: Parameter, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of one layer of an array that stacks all layers, if the weight is stacked."""
-    return tuple(shape if param.num_layers is None else shape[1:])
-
-
-def _stored_shape(param: Parameter, layer: Sequence[int], num_shards: int) -> tuple[int, ...]:
-    """Shape as stored, all layers together, of an array that is sharded like the weight."""
-    stored = sharding.choose_placement(param, num_shards).stored_shape
-    shape = _replace_sizes(layer, param.shape, stored)
-    return dataclasses.replace(param, shape=shape).stacked_shape
+def _find_stored(
+    param: Parameter, shape: tuple[int, ...], num_shards: int
+) -> tuple[tuple[int, ...], bool]:
+    """Shape as stored of an array of a weight's state, all layers together; and True if it is
+    sharded like the weight. Args: shape: without padding."""
+    layer = shape if param.num_layers is None else shape[1:]
+    placement = sharding.choose_placement(param, num_shards)
+    dim = placement.dim
+    if dim is None or len(layer) != len(param.shape) or layer[dim] != param.shape[dim]:
+        return shape, False  # such as counts
+    # moments, or scales of 8-bit moments: [rows, blocks]
+    stored = _replace_sizes(layer, param.shape, placement.stored_shape)
+    return dataclasses.replace(param, shape=stored).stacked_shape, True
 
 
 def describe_array(
@@ -209,18 +209,12 @@ def describe_array(
 ) -> Any:
     """Shape as stored and sharding of an array of the state, from that without padding.
     Args: is_on_host: True if the weight is in host memory, and with it arrays of its shape."""
-    num_shards = device_mesh.num_shards(mesh)
-    layer = _layer_shape(param, x.shape)
-    if layer == param.shape:  # such as moments
-        placement = sharding.named_sharding(param, mesh, is_on_host=is_on_host)
-        shape = sharding.stored_shape(param, num_shards)
-    elif is_sharded(param, layer, num_shards):  # such as scales of 8-bit moments: [rows, blocks]
-        placement = sharding.named_sharding(param, mesh)
-        shape = _stored_shape(param, layer, num_shards)
-    else:  # such as counts
-        placement = NamedSharding(mesh, PartitionSpec())
-        shape = x.shape
-    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=placement)
+    shape, is_sharded = _find_stored(param, x.shape, device_mesh.num_shards(mesh))
+    is_like_weight = x.shape == param.stacked_shape
+    place = NamedSharding(mesh, PartitionSpec())
+    if is_sharded or is_like_weight:
+        place = sharding.named_sharding(param, mesh, is_on_host=is_on_host and is_like_weight)
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
 
 
 def unpadded_shape(
@@ -262,19 +256,3 @@ def add_padding(tree: Any, like: Any) -> Any:
         return jnp.pad(x, [(0, big - own) for own, big in zip(x.shape, target.shape, strict=True)])
 
     return jax.tree.map(add, tree, like)
-
-
-def held_bytes(param: Parameter, state: Any, num_shards: int) -> StateBytes:
-    """Bytes of a state that a device holds. Args: state: shapes without padding, all layers."""
-    like_weight = 0
-    others = 0
-    for x in jax.tree.leaves(state):
-        layer = _layer_shape(param, x.shape)
-        if layer == param.shape:
-            like_weight += sharding.shard_size(param, num_shards) * x.dtype.itemsize
-        elif is_sharded(param, layer, num_shards):
-            size = math.prod(_stored_shape(param, layer, num_shards)) // num_shards
-            others += size * x.dtype.itemsize
-        else:
-            others += x.size * x.dtype.itemsize
-    return StateBytes(like_weight=like_weight, others=others)

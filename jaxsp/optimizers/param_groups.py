@@ -1,5 +1,6 @@
 """Parameter groups: which group of the config a weight belongs to, by its Hugging Face name."""
 
+import difflib
 import fnmatch
 import re
 
@@ -7,7 +8,6 @@ import jax
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import errors
 from jaxsp.optimizers.registry import Optimizer, ParameterGroup
 
 DEFAULT = ParameterGroup(pattern="*")  # group of the weights that no pattern matches
@@ -90,10 +90,6 @@ def _suggest(pattern: str, names: list[str]) -> str:
             "A group has a weight in all layers and of all experts; one layer or expert cannot be "
             f"selected. Use {for_all_layers}."
         )
-    plain = [re.sub(r"\{\w+\}", "*", name) for name in names]
-    words = [word for word in re.split(r"[.*?]+", pattern) if word]
-    near = [name for name in plain if any(part in words for part in name.split("."))]
-    near.sort(key=lambda name: -sum(part in words for part in name.split(".")))
-    nearest = errors.find_nearest(pattern, plain)
-    choices = dict.fromkeys([*([nearest] if nearest else []), *near, *plain])
-    return f"Names are {', '.join(list(choices)[:6])}."
+    plain = dict.fromkeys(re.sub(r"\{\w+\}", "*", name) for name in names)
+    nearest = difflib.get_close_matches(pattern, plain, n=6, cutoff=0.0)
+    return f"Names are {', '.join(nearest)}."

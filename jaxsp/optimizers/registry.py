@@ -86,10 +86,6 @@ class Optimizer(ConfigSection, abc.ABC):
     needs_whole_matrices: ClassVar[bool] = False
     """True if `finish_matrices` is the last part of the update of the layers' matrices."""
 
-    _check_unit = pydantic.field_validator("warmup_steps", "warmup_fraction", mode="before")(
-        schedules.refuse_other_unit
-    )
-
     @abc.abstractmethod
     def make_transform(self) -> "optax.GradientTransformation":
         """Transform of a layer's gradient."""

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from jaxsp.config import fields
 from jaxsp.config.fields import HERE, Choice, ConfigSection, PositiveCount, with_examples
 
 Rate = Callable[[Any], Any]
@@ -17,20 +16,6 @@ Rate = Callable[[Any], Any]
 def round_up(steps: float) -> int:
     """Rounds up to whole steps: 0.07 * 100 is 7.000000000000001, and 7 steps are meant."""
     return math.ceil(round(steps, 6))
-
-
-def refuse_other_unit(value: Any, info: Any) -> Any:
-    """Validates a number of steps or a fraction. Raises: ValueError that names the other field."""
-    name = str(info.field_name)
-    if name.endswith("steps") and isinstance(value, float) and 0 < value < 1:
-        other = f"{HERE}.{name.replace('steps', 'fraction')}"
-        raise ValueError(f"must be an integer. For a fraction of all steps, set {other}={value}")
-    is_warmup = name == "warmup_fraction"
-    if name.endswith("fraction") and fields.is_count(value) and (value > 1 or is_warmup):
-        other = f"{HERE}.{name.replace('fraction', 'steps')}"
-        limit = "less than" if is_warmup else "at most"
-        raise ValueError(f"must be {limit} 1. For a number of steps, set {other}={value}")
-    return value
 
 
 class Schedule(ConfigSection, abc.ABC):
@@ -126,10 +111,6 @@ class Wsd(_Decay):
     decay_shape: Annotated[Literal["sqrt", "linear", "cosine"], with_examples("sqrt")] = "sqrt"
     """Shape of the decay, where x is the completed fraction of it. sqrt: 1 - sqrt(x). linear:
     1 - x. cosine: (1 + cos(pi x)) / 2."""
-
-    _check_unit = pydantic.field_validator("decay_steps", "decay_fraction", mode="before")(
-        refuse_other_unit
-    )
 
     def find_problems(self) -> Iterator[str]:
         if self.decay_steps and self.decay_fraction is not None:

@@ -14,14 +14,14 @@ import jaxlib
 from jaxlib.mlir import ir
 
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import errors, host_memory, units
+from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
 from jaxsp.optimizers import optimizer
 from jaxsp.planning import fit, gpus, hlo
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.planning.gpus import Gpu
 from jaxsp.planning.hlo import CompilerDump
-from jaxsp.system import hardware
+from jaxsp.system import device_memory, hardware
 from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training import compile_options, train_state, train_step
 from jaxsp.training.specs import StepSpec
@@ -220,7 +220,7 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
         assert len(arguments) > len(on_host), "every weight is an argument"
         for argument, is_on_host in zip(arguments, on_host, strict=False):
             if is_on_host:
-                argument["mhlo.memory_kind"] = ir.StringAttr.get(host_memory.MEMORY_KIND)
+                argument["mhlo.memory_kind"] = ir.StringAttr.get(device_memory.MEMORY_KIND)
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxsp.attention.strategies import nodes
-from jaxsp.attention.strategies.strategy import Strategy
-from jaxsp.attention.strategies.workload import LayerWorkload, count_workloads
+from jaxsp.attention import nodes
+from jaxsp.attention.strategy import Strategy
+from jaxsp.attention.workload import AttentionWorkload, count_workloads
 from jaxsp.blocks import layers, registry
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
@@ -28,7 +28,7 @@ from jaxsp.planning import gpus, live_bytes
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.system import device_mesh, hardware
 from jaxsp.system.device_memory import MemoryLimit
-from jaxsp.training import microbatch, step_gradients, train_state, trainable
+from jaxsp.training import microbatch, specs, step_gradients, train_state
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_config import StepConfig
 
@@ -80,7 +80,7 @@ def _held_bytes(spec: StepSpec, param: Parameter) -> tuple[int, int]:
     state = optimizer.state_bytes(spec.config.optimizer, param, num_shards)
     if spec.is_on_host(param):
         return 0, state.others
-    return sharding.shard_bytes(param, num_shards), state.total
+    return sharding.shard_bytes(param, num_shards), sum(state)
 
 
 def saved_bytes(spec: StepSpec) -> int:
@@ -173,7 +173,7 @@ def offloaded_bytes(model: ModelConfig, config: StepConfig, *, num_shards: int) 
     weights = moments = gradients = frozen = 0
     memory = config.memory
     if memory.offload_optimizer != "none":
-        table = trainable.build_table(model, config)
+        table = specs.build_table(model, config)
         for param in filter(host_offload.should_offload, jax.tree.leaves(table)):
             num_bytes = sharding.shard_bytes(param, num_shards)
             if param.is_trainable:
@@ -270,7 +270,7 @@ def outside_bytes(spec: StepSpec) -> float:
 
 
 def nccl_bytes(
-    sizes: Mapping[str, int], strategy: Strategy, workloads: Iterable[LayerWorkload] = ()
+    sizes: Mapping[str, int], strategy: Strategy, workloads: Iterable[AttentionWorkload] = ()
 ) -> float:
     """Estimate of NCCL's buffers on each device, with hardware.DEVICES_PER_NODE devices per node.
 

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxsp.attention import nodes
 from jaxsp.attention.attend import KINDS_SCOPE
-from jaxsp.attention.chunks.ring_hops import SCOPE as RING_HOPS_SCOPE
 from jaxsp.attention.kernels import blockwise
 from jaxsp.attention.kernels.kernel import Kernel
-from jaxsp.attention.strategies import nodes
-from jaxsp.attention.strategies.nodes import Groups, Load
+from jaxsp.attention.nodes import Groups, Load
+from jaxsp.attention.ring import HOPS_SCOPE as RING_HOPS_SCOPE
 from jaxsp.planning import gpus
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxsp.core import axes, durations, errors, units
+from jaxsp.core import axes, errors, units
 from jaxsp.planning import fit, gpus, searches, step_time
 from jaxsp.planning.planner import RESERVED, Plan
 from jaxsp.planning.searches import LongestRow, MeshPlan, TriedLength
@@ -39,7 +39,7 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
     lines = [
         (
             "plan",
-            f"{model} on {devices}, compiled in {durations.describe(plan.plan_s)} by jax "
+            f"{model} on {devices}, compiled in {units.format_seconds(plan.plan_s)} by jax "
             f"{plan.jax_version}; nothing was run or measured",
         ),
         (
@@ -172,12 +172,12 @@ def format_time(plan: Plan) -> str:
         return "no estimate: the published rates are for bfloat16"
     if step_s < _SHORT_STEP_S:
         return (
-            f"more than {durations.describe(step_s)} per step: kernel launches, which are not "
+            f"more than {units.format_seconds(step_s)} per step: kernel launches, which are not "
             "estimated, limit so short a step"
         )
-    low, high = (durations.describe(factor * step_s) for factor in step_time.LIKELY_RANGE)
+    low, high = (units.format_seconds(factor * step_s) for factor in step_time.LIKELY_RANGE)
     return (
-        f"about {durations.describe(step_s)} per step (likely {low} to {high}), "
+        f"about {units.format_seconds(step_s)} per step (likely {low} to {high}), "
         f"{plan.tokens_per_s_estimate:,.0f} tokens/s, MFU {100 * plan.mfu_estimate:.0f} %, "
         f"limited by {plan.time_bottleneck}: an ESTIMATE from published rates "
         "(planning/gpus.yaml); scripts/bench/published_runs.py compares such estimates with "
@@ -209,7 +209,7 @@ def format_mesh_plan(mesh_plan: MeshPlan, *, count: str) -> str:
     verdict = "fits" if plan.fits else f"does not fit the {plan.memory_bottleneck}"
     line = f"{label}: {verdict}, {_format_memory(plan)}"
     if plan.step_s_estimate is not None:
-        line += f", about {durations.describe(plan.step_s_estimate)} per step"
+        line += f", about {units.format_seconds(plan.step_s_estimate)} per step"
     return line
 
 
@@ -239,8 +239,8 @@ def format_longest(result: LongestRow, *, seconds: float) -> str:
     return (
         f"longest row: {plan.row_tokens:,} tokens, remat {plan.remat}, with "
         f"{searches.HEADROOM:.0%} of the device left free; {step}. {failing.row_tokens:,} do not "
-        f"fit: {reason}. "
-        f"{len(result.tried)} lengths compiled in {durations.describe(round(seconds))}"
+        f"fit: {reason}. {len(result.tried)} lengths compiled in "
+        f"{units.format_seconds(round(seconds))}"
     )
 
 
@@ -326,7 +326,7 @@ def _list_columns(plan: Plan) -> dict[str, str]:
     }
     times = ["-", "-", "-"]
     if plan.step_s_estimate is not None and plan.mfu_estimate is not None:
-        times = [durations.describe(plan.step_s_estimate)]
+        times = [units.format_seconds(plan.step_s_estimate)]
         times += [format_number(plan.tokens_per_s_estimate, "{:,.0f}")]
         times += [f"{100 * plan.mfu_estimate:.0f}"]
     return columns | dict(zip(("step*", "tokens/s*", "MFU* %"), times, strict=True))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxsp.attention.selection import StrategyOption, choose_attention, list_options
-from jaxsp.attention.strategies.workload import HasHeads
+from jaxsp.attention.workload import HasHeads
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError

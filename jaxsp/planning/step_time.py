@@ -283,7 +283,7 @@ def _schedule_collective(
     all between nodes.
 
     It takes as long as its busiest device inside a node (NVLink) or its busiest network card, and
-    the latency of its hops: see `attention/strategies/nodes.py`.
+    the latency of its hops: see `attention/nodes.py`.
     """
     load = collective.find_load(node_devices)
     seconds = sum(collective.bytes_by_dtype.values()) * max(

@@ -4,34 +4,22 @@ Each module describes its own part; this file sets the order.
 """
 
 import functools
-import itertools
-from typing import NamedTuple
 
 from jaxsp.attention.selection import describe_choice
 from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
-from jaxsp.core import durations
+from jaxsp.core import units
 from jaxsp.core.units import format_count
-from jaxsp.data.packing import summary
+from jaxsp.data import dataset
 from jaxsp.evaluation import retrieval
 from jaxsp.hf import context_range, folder, multimodal
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.optimizers import optimizer
 from jaxsp.planning import fit
-from jaxsp.run.run import Run
+from jaxsp.run.build import Run
 from jaxsp.sharding import sharding
 from jaxsp.system import device_mesh
 from jaxsp.training import step_descriptions
-
-
-class BannerEntry(NamedTuple):
-    """One entry of the banner. Entries without text are left out."""
-
-    label: str
-    text: str
-    """Everything, for banner.txt and --verbose."""
-    short: str | None = None
-    """Text for a terminal without --verbose. None: the same text; empty: no entry."""
 
 
 def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -48,7 +36,7 @@ def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
     if start.step:
         steps += f" ({len(run.schedule):,} remaining)"
     steps += f" of {format_count(num_tokens, 'token')}"
-    if epochs := summary.describe_epochs(run.train_set, run.schedule, config.run.epochs):
+    if epochs := dataset.describe_epochs(run.train_set, run.schedule, config.run.epochs):
         steps += f"; {epochs}"
     batch = step_descriptions.describe_batch(spec) + auto.get("batch.rows_per_microbatch", "")
     optimizers = optimizer.describe(
@@ -87,35 +75,33 @@ def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
         if (run.directory / run_paths.CONFIG_FILE).is_file():
             origin += "; the run in this directory has no checkpoint and starts again"
     devices, mesh = device_mesh.describe(spec.mesh)
-    entries = [
-        BannerEntry("training", f"{steps}; learning rate {config.optimizer.learning_rate:g}"),
-        BannerEntry("batch", batch),
-        BannerEntry("optimizer", *optimizers),
-        BannerEntry("model", f"{fields['model_type']}, {step_descriptions.describe_weights(spec)}"),
-        BannerEntry("objective", step_descriptions.describe_objective(spec, reference)),
-        BannerEntry("layers", step_descriptions.describe_layers(spec)),
-        BannerEntry("rope", rope.describe(spec.model, is_changed=config.model.rope is not None)),
-        BannerEntry("start", origin),
-        BannerEntry("changed", ", ".join(start.config_changes)),
-        *itertools.starmap(
-            BannerEntry, summary.describe_data(run.train_set, config.data, run.schedule)
-        ),
-        BannerEntry("stop", stops),
-        BannerEntry("note", multimodal.describe_missing(fields, run.small_files)),
-        BannerEntry("note", "; ".join(filter(None, notes))),
-        BannerEntry("evaluation", _describe_evaluation(run)),
-        BannerEntry("devices", devices),
-        BannerEntry("mesh", mesh + auto.get("mesh.seq", "")),
-        BannerEntry("weights", sharding.describe(spec.state_table, num_shards), short=""),
-        BannerEntry("attention", attention, attention_short),
-        BannerEntry("memory", fit.describe(spec), short=""),
+    # label, whole text, and short text if it differs
+    entries: list[tuple[str, ...]] = [
+        ("training", f"{steps}; learning rate {config.optimizer.learning_rate:g}"),
+        ("batch", batch),
+        ("optimizer", *optimizers),
+        ("model", f"{fields['model_type']}, {step_descriptions.describe_weights(spec)}"),
+        ("objective", step_descriptions.describe_objective(spec, reference)),
+        ("layers", step_descriptions.describe_layers(spec)),
+        ("rope", rope.describe(spec.model, is_changed=config.model.rope is not None)),
+        ("start", origin),
+        ("changed", ", ".join(start.config_changes)),
+        *dataset.describe_data(run.train_set, config.data, run.schedule),
+        ("stop", stops),
+        ("note", multimodal.describe_missing(fields, run.small_files)),
+        ("note", "; ".join(filter(None, notes))),
+        ("evaluation", _describe_evaluation(run)),
+        ("devices", devices),
+        ("mesh", mesh + auto.get("mesh.seq", "")),
+        ("weights", sharding.describe(spec.state_table, num_shards), ""),
+        ("attention", attention, attention_short),
+        ("memory", fit.describe(spec), ""),
         # to all if the config has some
-        BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
-        BannerEntry("output", *_describe_output(run)),
+        ("XLA", xla, xla if has_xla_options else ""),
+        ("output", *_describe_output(run)),
     ]
-    whole = [(x.label, x.text) for x in entries]
-    short = [(x.label, x.text if x.short is None else x.short) for x in entries]
-    return [pair for pair in whole if pair[1]], [pair for pair in short if pair[1]]
+    whole = [(label, text) for label, text, *_ in entries if text]
+    return whole, [(entry[0], entry[-1]) for entry in entries if entry[-1]]
 
 
 def _describe_evaluation(run: Run) -> str:
@@ -131,7 +117,7 @@ def _describe_evaluation(run: Run) -> str:
         times.append("after every epoch")
     elif config.eval_every is not None:
         times.append(f"every {format_count(config.eval_every, 'step')}")
-    names = [f"{data.name} ({summary.describe_documents(data)})" for data in run.eval_sets]
+    names = [f"{data.name} ({dataset.describe_documents(data)})" for data in run.eval_sets]
     text = " and ".join(filter(None, (", ".join(times), "after the last step")))
     text += f": {', '.join(filter(None, (*names, tasks)))}"
     if config.early_stopping_patience is not None:
@@ -158,7 +144,7 @@ def _describe_output(run: Run) -> tuple[str, str]:
     elif isinstance(every, int):
         times = f"every {format_count(every, 'step')} and at the end"
     elif every is not None:
-        times = f"every {durations.to_text(every)} and at the end"
+        times = f"every {units.format_duration(every)} and at the end"
     names += ["model/", f"checkpoints/ ({times})"]
     directory = config.directory
     short = f"{directory}, with a checkpoint {times}; details: {directory}/banner.txt"

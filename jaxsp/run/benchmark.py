@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.attention.strategies.workload import HasHeads
-from jaxsp.core import durations, units
+from jaxsp.attention.workload import HasHeads
+from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.planning import fit, gpus, report, searches, step_time
 from jaxsp.run import build, config_file, metrics, selfcheck
@@ -110,7 +110,7 @@ def benchmark_meshes(
         changes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
         changes += [f"attention.{x}={json.dumps(y)}" for x, y in option.config_fields.items()]
         results[label] = result = _run_process(path, [*overrides, *changes], num_steps)
-        outcome = result if isinstance(result, str) else durations.describe(result.step_s)
+        outcome = result if isinstance(result, str) else units.format_seconds(result.step_s)
         show(f"  {label}: {outcome}")
     label, problem = next(iter(results.items()))
     if all(isinstance(result, str) for result in results.values()):

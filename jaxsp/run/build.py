@@ -1,9 +1,10 @@
-"""Builds a run from a config: everything is checked and read before anything is computed."""
+"""A run: made of a config, with everything checked and read before anything is computed."""
 
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -12,21 +13,109 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import run_paths
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
-from jaxsp.data.tokenization import encoding
+from jaxsp.data import tokenizers
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.packing import RowSchedule
 from jaxsp.evaluation import evaluator, long_ppl
 from jaxsp.evaluation.retrieval import Samples
-from jaxsp.hf import token_ids
+from jaxsp.hf import config_fields, folder
+from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import decoder
 from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import param_groups
 from jaxsp.planning import candidates
-from jaxsp.run import data_sets, model_files, predictions, resume, selfcheck, stop_tokens
+from jaxsp.run import data_sets, model_files, references, resume, selfcheck
 from jaxsp.run.config_file import Config
-from jaxsp.run.run import PreparedModel, Run, StartPoint
+from jaxsp.run.model_files import InitialWeights, StopTokens
+from jaxsp.run.references import Reference
+from jaxsp.run.resume import StartPoint
 from jaxsp.system import device_mesh
 from jaxsp.tasks.task import Sample
 from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedModel:
+    """A model on a mesh, with its tokenizer and data sets; its weights are not read."""
+
+    config: Config
+    """The whole config; mesh.seq and batch.rows_per_microbatch are numbers."""
+    spec: StepSpec
+    hf_config: dict[str, Any]
+    """Fields of the model's config.json."""
+    model_folder: ModelFolder | None
+    """Folder of model.source; None if the config or a checkpoint describes the model."""
+    adapter_folder: ModelFolder | None
+    model_dir: pathlib.Path | None
+    """A run's own copy of the model's small files."""
+    small_files: pathlib.Path | None
+    """Folder with the model's small files (config, tokenizer): model_dir, or that of model_folder.
+    """
+    tokenizer: "transformers.PreTrainedTokenizerBase | None"
+    """None if nothing needs one."""
+    stop_tokens: StopTokens
+    train_set: PackedDataset | None
+    """None unless it was prepared for training."""
+    eval_sets: tuple[PackedDataset, ...]
+    task_samples: Samples
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(PreparedModel):
+    """A run that is ready to start."""
+
+    train_set: PackedDataset
+    schedule: RowSchedule
+    """Rows of the remaining steps."""
+    start: StartPoint
+    weights: InitialWeights
+    """Weights of step 0, or only the frozen ones of a resumed run."""
+    stop_ids: Sequence[int]
+    """Tokens at which generation stops; none if the run neither generates nor has chats."""
+    automatic_fields: frozenset[str]
+    """Fields that were `auto` in the config: mesh.seq, batch.rows_per_microbatch, or both."""
+    ranking_eval_set: dict[str, str] | None
+    """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """The run directory, or the local copy of a URL's."""
+        return self.config.run.local_dir
+
+    @property
+    def is_resume(self) -> bool:
+        """True if the run resumes from a checkpoint of its own."""
+        own = (self.directory / run_paths.CHECKPOINTS_DIR).resolve()
+        return self.start.checkpoint is not None and self.start.checkpoint.parent.resolve() == own
+
+    @property
+    def reference(self) -> Reference:
+        """Reference model of the objective."""
+        return Reference(
+            spec=self.spec,
+            source=self.config.model.source,
+            adapter_source=self.config.adapter.source,
+            run_dir=self.directory,
+            is_resume=self.is_resume,
+        )
+
+    def write_model(self, directory: pathlib.Path) -> None:
+        """Writes the model's small files: those of the run that is resumed, else of model.source;
+        with model.tokenizer, or without a source, only the tokenizer."""
+        directory.mkdir(exist_ok=True)
+        if self.model_dir is not None:
+            if not self.model_dir.samefile(directory):
+                shutil.copytree(self.model_dir, directory, dirs_exist_ok=True)
+        elif self.model_folder is not None and self.config.model.tokenizer is None:
+            folder.copy_small_files(self.model_folder.path, directory)
+            tokenizers.correct_file(directory)
+        elif self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
+        self.stop_tokens.add_to_file(directory, default=self.hf_config["eos_token_id"])
 
 
 def build_training(
@@ -44,14 +133,17 @@ def build_training(
     hf_config = None
     model_dir = None
     if checkpoint is not None:
-        saved = checkpoint.config.model
-        if config.model.delta_net_kernel == "auto" and saved.delta_net_kernel == "xla":
+        saved = checkpoint.config
+        kernel = saved.model.delta_net_kernel
+        if config.model.delta_net_kernel == "auto" and kernel == "xla":
             config = config.with_fields(model={"delta_net_kernel": "xla"})
         # The run's own copy is enough: the model's source may be gone or out of reach
-        if saved == config.model.model_copy(update={"delta_net_kernel": saved.delta_net_kernel}):
+        if saved.model == config.model.model_copy(update={"delta_net_kernel": kernel}):
             model_dir = resume.find_model_dir(checkpoint.path)
         hf_config = checkpoint.meta.model if model_dir else None
-        config = checkpoint.add_adapter(config)
+        given = config.adapter.model_dump(exclude_unset=True)
+        if saved.adapter.model_copy(update=given) == saved.adapter:
+            config = config.model_copy(update={"adapter": saved.adapter})
     # Raises the problems collected so far together with its own
     prepared = prepare_model(
         config, devices=devices, problems=problems, hf_config=hf_config, model_dir=model_dir
@@ -69,9 +161,6 @@ def build_training(
         start = resume.make_start_point(
             checkpoint, config, model=prepared.spec.model, data=train_set
         )
-    directory = config.run.local_dir
-    own = (directory / run_paths.CHECKPOINTS_DIR).resolve()
-    is_resume = start.checkpoint is not None and start.checkpoint.parent.resolve() == own
     schedule = resume.make_schedule(config, start, train_set)
     num_steps = start.step + len(schedule)
     profiled = config.logging.profile_steps
@@ -85,7 +174,7 @@ def build_training(
     needs_model = checkpoint is None or config.step.has_frozen_weights
     stop_ids: Sequence[int] = ()
     if config.run.generate_samples or prepared.stop_tokens.alternatives:
-        stop_ids = stop_tokens.list_stop_ids(
+        stop_ids = model_files.list_stop_ids(
             prepared.hf_config, prepared.small_files, prepared.tokenizer
         )
     values = vars(prepared) | {"spec": spec, "train_set": train_set}
@@ -100,8 +189,6 @@ def build_training(
         ),
         stop_ids=stop_ids,
         automatic_fields=frozenset(field for field, value in choices.items() if value == "auto"),
-        directory=directory,
-        is_resume=is_resume,
         ranking_eval_set=next(
             (
                 evaluator.identify_eval_set(data)
@@ -171,7 +258,7 @@ def prepare_model(
     if isinstance(objective, Distill) and objective.predictions is not None:
         used = [*filter(None, (train,)), *evals]
         model_ids = spec.model.vocab_size
-        common_vocab_size = predictions.attach(objective, used, model_ids=model_ids)
+        common_vocab_size = references.attach(objective, used, model_ids=model_ids)
     rows_per_step = config.batch.rows_per_step
     num_split_pairs = 0 if train is None else train.num_split_pairs
     if num_split_pairs and rows_per_step % 2:
@@ -181,7 +268,7 @@ def prepare_model(
             f"{'is' if num_split_pairs == 1 else 'are'} in two rows each, which must be in "
             f"one step. Use {rows_per_step + 1}, or a data.row_tokens that holds both documents."
         )
-    stops = stop_tokens.find(opened, config, tokenizer)
+    stops = model_files.find_stop_tokens(opened, config, tokenizer)
     return PreparedModel(
         config=config,
         spec=dataclasses.replace(
@@ -191,7 +278,7 @@ def prepare_model(
             has_split_pairs=num_split_pairs > 0,
             common_vocab_size=common_vocab_size,
         ),
-        hf_config=stops.add_to(token_ids.add(hf_config, tokenizer)),
+        hf_config=stops.add_to(config_fields.add_token_ids(hf_config, tokenizer)),
         model_folder=source,
         adapter_folder=adapter.folder,
         model_dir=model_dir,
@@ -243,7 +330,7 @@ def _make_task_samples(config: Config, tokenizer: Any) -> Samples:
             "eval.tasks: a reward model predicts no tokens, so it has no answers. Leave the tasks "
             "out."
         )
-    first_ids = np.array(encoding.surrounding_tokens(tokenizer)[0], np.int32)
+    first_ids = np.array(tokenizers.surrounding_tokens(tokenizer)[0], np.int32)
     tokenize = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     made: dict[str, list[Sample]] = {}
     problems = ProblemCollector()

@@ -8,7 +8,7 @@ import rich.console
 import rich.progress
 import rich.text
 
-from jaxsp.core import durations
+from jaxsp.core import units
 from jaxsp.core.units import format_count
 from jaxsp.training.metric_table import Line
 
@@ -78,7 +78,7 @@ def format_result(line: Line, *, with_step: bool = True) -> str:
     if line["num_key_tokens"] is not None:
         value = "undefined" if line["long_ppl"] is None else f"{line['long_ppl']:.4g}"
         parts.append(f"LongPPL {value} over {format_count(line['num_key_tokens'], 'key token')}")
-    duration = durations.describe(round(line["seconds"], 1))
+    duration = units.format_seconds(round(line["seconds"], 1))
     return f"{step}{line['data']}: {', '.join(parts)} ({duration})"
 
 
@@ -122,7 +122,7 @@ class Progress:
             self._first_step_end = now
         else:
             left_s = (now - self._first_step_end) / (num_done - 1) * num_left
-            time_left = [f"left {durations.describe(left_s)}"]
+            time_left = [f"left {units.format_seconds(left_s)}"]
         numbers = [f"loss {_format_number(line['loss'], null='none')}"]
         if "reward_accuracy" in line:
             numbers.append(
@@ -142,7 +142,7 @@ class Progress:
                 *numbers,
                 f"grad norm {_format_number(line['grad_norm'], '.3g', null='none')}",
                 speed,
-                f"elapsed {durations.describe(now - self._began)}",
+                f"elapsed {units.format_seconds(now - self._began)}",
                 *time_left,
             ]
             self.print_line("  ".join(parts))

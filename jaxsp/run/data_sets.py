@@ -5,26 +5,14 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import rich.console
-
-from jaxsp.blocks.config import ModelConfig
-from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector, at
-from jaxsp.core.units import format_count
-from jaxsp.data.chat import chat_template
-from jaxsp.data.formats.source import Source
-from jaxsp.data.ingest import sources
-from jaxsp.data.ingest.cache import DamagedCacheError
-from jaxsp.data.packing import dataset, row_reader, summary
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import tokenize
-from jaxsp.data.tokenization.tokenize import TokenizedSource
-from jaxsp.hf.folder import ModelFolder
-from jaxsp.run import model_files
+from jaxsp.data import chat_template, dataset, sources, tokenize
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.documents import EVAL_SET_NAME, Documents, digest_split, select_records
+from jaxsp.data.source import Source
+from jaxsp.data.store import DamagedCacheError, TokenizedSource
 from jaxsp.run.config_file import Config
 from jaxsp.system import distributed
-from jaxsp.training.specs import find_division_problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +122,8 @@ def _pack_sources(
     }
     held_out: Any = None  # a mask for each training source
     if config.data.eval_fraction is not None:
-        held_out = row_reader.select_records(
-            [tokenized[field].dataset for field in opened.train],
+        held_out = select_records(
+            [tokenized[field] for field in opened.train],
             source_names=[names[field] for field in opened.train],
             fraction=config.data.eval_fraction,
             seed=config.run.seed,
@@ -146,7 +134,7 @@ def _pack_sources(
         for field, source in opened.evals.items()
     ]
     if held_out is not None:
-        sets.append((row_reader.EVAL_SET_NAME, "data.eval_fraction", opened.train, held_out, True))
+        sets.append((EVAL_SET_NAME, "data.eval_fraction", opened.train, held_out, True))
     if for_training:
         sets.append(("train", "data.train", opened.train, held_out, False))
     packed = []
@@ -154,21 +142,20 @@ def _pack_sources(
         parts = [tokenized[member] for member in members]
         with at(field):
             documents = Documents(
-                [part.dataset for part in parts],
+                parts,
                 source_names=[names[member] for member in members],
                 held_out=masks,
                 use_held_out=is_held_out,
                 row_tokens=config.data.row_tokens,
                 long_documents=config.data.long_documents,
-                stats=[part.stats for part in parts],
                 has_scores=config.objective.type == "reward",
                 numbers=config.objective.needs,
                 equal_numbers=config.objective.needs_equal,
             )
-        digests = [part.stats.digest for part in parts]
+        digests = [part.digest for part in parts]
         if masks is not None:
             digests = [
-                row_reader.digest_split(digest, mask, is_held_out=is_held_out)
+                digest_split(digest, mask, is_held_out=is_held_out)
                 for digest, mask in zip(digests, masks, strict=True)
             ]
         weights = [source.weight for source in members.values() if source.weight is not None]
@@ -184,54 +171,3 @@ def _pack_sources(
         )
     train = packed.pop() if for_training else None
     return train, tuple(packed)
-
-
-def prepare_data(config: Config, console: rich.console.Console) -> None:
-    """Reads, tokenizes and packs data into the caches of training. Raises: UserError"""
-    problems = ProblemCollector()
-    mesh = config.mesh
-    if mesh.seq != "auto":  # the number of devices is unknown
-        sizes = {axes.REPLICA: mesh.replica, axes.DATA: max(mesh.data, 1), axes.SEQ: mesh.degree}
-        with_rows = config.step.with_one_row_for_auto()
-        problems += find_division_problems(with_rows, sizes, layout=None)
-    source = model = None
-    with problems.collect():
-        source, _, adapter = model_files.read_model(config)
-        model = adapter.model
-    print_data(config, source, model, console, problems)
-
-
-def print_data(
-    config: Config,
-    source: ModelFolder | None,
-    model: ModelConfig | None,
-    console: rich.console.Console,
-    problems: ProblemCollector,
-) -> int:
-    """Prepares the data sets of a config, and prints their rows and steps.
-
-    Args: source, model: None if they have reported a problem. problems: found before.
-    Returns: the steps of the run.
-    """
-    config = inline_chat_template(config)
-    opened = open_sources(config, for_training=True, problems=problems)
-    tokenizer = None
-    with problems.collect():
-        tokenizer = model_files.load_checked_tokenizer(
-            config, source, model, has_text=opened.have_text
-        )
-    problems.raise_if_any()
-    assert model is not None, "it has reported a problem"
-    train, evals = make_data_sets(
-        opened, config, tokenizer, vocab_size=model.vocab_size, for_training=True
-    )
-    assert train is not None, "made for training"
-    schedule = train.make_schedule(
-        config.batch.rows_per_step, num_steps=config.run.steps, epochs=config.run.epochs
-    )
-    lines = summary.describe_data(train, config.data, schedule)
-    lines += [("eval", f"{each.name} ({summary.describe_documents(each)})") for each in evals]
-    lines.append(("steps", format_count(len(schedule), "step")))
-    for label, line in lines:
-        console.print(f"{label:<8}{line}", highlight=False, soft_wrap=True)
-    return len(schedule)

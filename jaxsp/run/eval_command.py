@@ -10,20 +10,20 @@ import rich.console
 
 from jaxsp.blocks import rope
 from jaxsp.checkpoint import run_paths
-from jaxsp.core import paths
+from jaxsp.core import files
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.packing import summary
+from jaxsp.data import dataset
 from jaxsp.evaluation import retrieval
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation import generator
 from jaxsp.hf import context_range
-from jaxsp.run import comparison, config_file, given_model, jax_limits, model_files, stop_tokens
+from jaxsp.run import comparison, config_file, given_model, model_files, preflight
 from jaxsp.run import console as output
+from jaxsp.run.build import PreparedModel
 from jaxsp.run.config_file import Config
 from jaxsp.run.given_model import GivenModel
 from jaxsp.run.references import Reference
-from jaxsp.run.run import PreparedModel
 from jaxsp.system import jsonl
 from jaxsp.system.cluster import Process
 
@@ -44,8 +44,8 @@ def evaluate(
     given = given_model.find(what)
     config = _load_config(given, config_path, changes, needs_data=lm_eval is None)
     run = None if given.checkpoint is None else run_paths.find_run_dir(given.checkpoint)
-    target = _choose_target(out, None if paths.is_url(what) else run, baseline)
-    jax_limits.start(config, process)
+    target = _choose_target(out, None if files.is_url(what) else run)
+    preflight.start(config, process)
     tasks = None
     if lm_eval is not None:
         from jaxsp.evaluation import harness
@@ -95,7 +95,7 @@ def evaluate(
             eval_sets,
             master,
             tokenizer,
-            stop_ids=stop_tokens.list_stop_ids(resolved.hf_config, resolved.small_files, tokenizer),
+            stop_ids=model_files.list_stop_ids(resolved.hf_config, resolved.small_files, tokenizer),
             chat=resolved.config.data if tasks.apply_chat_template else None,
         )
         task_lines, table = harness.evaluate(model, tasks, num_steps=given.step)
@@ -111,9 +111,7 @@ def evaluate(
         comparison.print_table(console, before, lines)
 
 
-def _choose_target(
-    out: str | None, run: pathlib.Path | None, baseline: str | None
-) -> pathlib.Path | None:
+def _choose_target(out: str | None, run: pathlib.Path | None) -> pathlib.Path | None:
     """File of --out, else a run's directory; None if a run may be writing to a store, or there is
     none."""
     target = run if out is None else pathlib.Path(out)
@@ -125,14 +123,6 @@ def _choose_target(
             f"--out = {target}: {folder} must be a folder that can be written. Use --out FILE "
             "with a file in such a folder."
         )
-    if baseline is not None:
-        files = [comparison.list_files(path) for path in (target, baseline)]
-        written, read = ({path.resolve() for path in paths} for paths in files)
-        if written & read:
-            raise UserError(
-                f"--baseline = {baseline}: the results would be added to it. Use --out FILE with "
-                "another file."
-            )
     return target
 
 
@@ -155,7 +145,7 @@ def _describe_inputs(resolved: PreparedModel) -> Iterator[str]:
     ]
     yield from (f"note: {text}" for text in dict.fromkeys(excesses) if text)
     for data in resolved.eval_sets:
-        yield f"{data.name}: {summary.describe_documents(data)}"
+        yield f"{data.name}: {dataset.describe_documents(data)}"
 
 
 def _load_config(

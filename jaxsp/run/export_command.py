@@ -1,21 +1,37 @@
-"""Work of the command `jaxsp export`."""
+"""Work of the command `jaxsp export`, and merging: trained weights, such as adapters, with their
+frozen base."""
 
+import functools
 import pathlib
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.checkpoint import reader, run_paths, run_storage
-from jaxsp.core import paths
-from jaxsp.core.errors import UserError, at
-from jaxsp.data.chat import chat_template
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.blocks.layers import Parameter
+from jaxsp.checkpoint import checksums, reader, run_paths, run_storage
+from jaxsp.core import files
+from jaxsp.core.errors import ProblemCollector, UserError, at
+from jaxsp.data import chat_template, tokenizers
 from jaxsp.hf import folder, model_config, multimodal, peft
-from jaxsp.hf.weights import WeightReader, check_target, export_model, open_other_parts
-from jaxsp.model import adapters
-from jaxsp.run import config_file, merging, model_files, resume, stop_tokens
+from jaxsp.hf.weights import (
+    WeightReader,
+    check_target,
+    export_model,
+    open_folder,
+    open_other_parts,
+)
+from jaxsp.model import adapters, decoder
+from jaxsp.run import config_file, model_files, resume
 from jaxsp.run.config_file import Config
-from jaxsp.system import jax_platform
-from jaxsp.training import trainable
+from jaxsp.sharding import quantization, sharding
+from jaxsp.system import device_memory, jax_platform
+from jaxsp.training import specs, train_state
 
 
 def export(
@@ -30,7 +46,7 @@ def export(
 
     Returns: lines to print. Raises: UserError with the problems of the input.
     """
-    if paths.is_url(out):
+    if files.is_url(out):
         raise UserError(f"OUT_DIR = {out}: must be a folder of this machine. Use hf.")
     directory = pathlib.Path(out)
     check_target(directory)
@@ -69,13 +85,13 @@ def export(
     parts = None
     if copies_parts:
         parts = _open_other_parts(run, source, config, model, kind=meta.model["model_type"])
-    table = trainable.build_table(model, config.step)
+    table = specs.build_table(model, config.step)
     weights = reader.read_weights(checkpoint, table)
     model_dir = resume.find_model_dir(checkpoint)
     if is_adapter:
         peft.save_adapter(
             weights,
-            table=trainable.select_trained(table, table),
+            table=train_state.select_trained(table, table),
             adapter=config.adapter,
             model=model,
             base=config.model.source,
@@ -85,7 +101,7 @@ def export(
         )
     else:
         if config.step.has_frozen_weights:
-            table, weights = merging.merge_base(checkpoint, weights, config=config, model=model)
+            table, weights = merge_base(checkpoint, weights, config=config, model=model)
         # the run's copy has everything that model.source had besides its weights
         is_complete = model_dir is not None and (model_dir / "config.json").is_file()
         tokenizer = None
@@ -104,20 +120,17 @@ def export(
     write_chat_template(config, directory)
     kind = "adapter, float32" if is_adapter else dtype
     lines = [f"{run}, step {meta.step} -> {directory} ({kind})"]
-    tokenizer = None
+    problems = ProblemCollector()
     if (directory / "tokenizer_config.json").is_file():
-        try:
-            with at(str(directory)), at("its tokenizer"):
-                tokenizer = tokenizers.load(str(directory))
-        except UserError as error:  # training on token ids did not need it
-            lines.append(str(error))
-    fields = meta.model
-    stop = "PEFT stops at the end tokens of the base; give generate()"
-    if not is_adapter:
-        fields = folder.read_json(directory / stop_tokens.GENERATION_CONFIG)
-        stop = "generation stops at"
-    if fields.get("eos_token_id") is not None and not model.has_scores:
-        lines.append(f"{stop} {stop_tokens.describe(fields['eos_token_id'], tokenizer)}")
+        # training on token ids did not need it
+        with problems.collect(), at(str(directory)), at("its tokenizer"):
+            tokenizers.load(str(directory))
+    lines += problems
+    if is_adapter and meta.model.get("eos_token_id") is not None and not model.has_scores:
+        ids = meta.model["eos_token_id"]
+        lines.append(
+            f"PEFT stops at the end tokens of the base; give generate() eos_token_id={ids}"
+        )
     if parts is not None:
         text = f"{len(parts.tensors):,} tensors of other parts are copies of those of "
         lines.append(f"{text}{parts.source.path}")
@@ -148,17 +161,17 @@ def _open_other_parts(
     """Opens the other parts of the multimodal checkpoint that a run started from."""
     if source is not None:
         return open_other_parts(folder.find(source, field="--source"), model)
-    suggestion = (
-        f"The export of {kind} copies the other parts of a multimodal checkpoint: name its folder "
-        "with --source."
-    )
+    problems = ProblemCollector()
     if config.model.source is None:
-        raise UserError(f"{name}: started from random weights (model.config). {suggestion}")
-    try:
-        found = folder.find(config.model.source)
-    except UserError as error:
-        raise UserError([f"{problem} {suggestion}" for problem in error.problems]) from None
-    return open_other_parts(found, model)
+        problems.append(f"{name}: started from random weights (model.config).")
+    else:
+        with problems.collect():
+            return open_other_parts(folder.find(config.model.source), model)
+    raise UserError(
+        f"{problem} The export of {kind} copies the other parts of a multimodal checkpoint: name "
+        "its folder with --source."
+        for problem in problems
+    )
 
 
 def write_chat_template(config: Config, directory: pathlib.Path) -> None:
@@ -170,3 +183,147 @@ def write_chat_template(config: Config, directory: pathlib.Path) -> None:
         template = chat_template.load_template(config.data, tokenizer)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+ReadLayer = Callable[[int | None], np.ndarray]
+"""Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
+
+
+def merge_base(
+    checkpoint: pathlib.Path, trained: layers.Weights, *, config: Config, model: ModelConfig
+) -> tuple[layers.Weights, layers.Weights]:
+    """The whole model of a run with frozen weights.
+
+    Args: trained: the checkpoint's weights, float32, in the structure of `select_trained`.
+    Returns: the parameter table of the model without adapters, and its weights: functions that
+        read and merge one layer, as `hf.weights.export_model` takes them.
+    """
+    if config.model.source is None:
+        suggestion = "Train all weights, without frozen groups."
+        if model.lora is not None:
+            suggestion = "Export the adapter: leave out --merge."
+        raise UserError(
+            f"{checkpoint}: its frozen weights are random (model.config), and in no file. "
+            f"{suggestion}"
+        )
+    base = open_folder(folder.find(config.model.source), decoder.plain_table(model))
+    table = specs.build_table(model, config.step)
+    frozen = train_state.select_frozen(table, table)
+
+    def compute_checksum(param: Parameter) -> Any:
+        """Checksum of a frozen weight as training stored it; all of its layers are in memory."""
+        tensors = [_read_tensor(base, param, layer) for layer in param.layers or [None]]
+        array = tensors[0] if param.layers is None else np.stack(tensors)
+        return jax.tree.map(checksums.compute_on_host, quantization.encode(param, array))
+
+    found = {"base": jax.tree.map(compute_checksum, frozen)}
+    reader.check_base(checkpoint, checksums.name_leaves(found))
+    whole = train_state.merge(trained, jax.tree.map(lambda param: base, frozen))
+    return merge_state(whole, table=table, model=model)
+
+
+def merge_state(
+    weights: layers.Weights, *, table: layers.Weights, model: ModelConfig
+) -> tuple[layers.Weights, layers.Weights]:
+    """The whole model of all weights of a run with frozen weights, like `merge_base`.
+
+    Args: weights: arrays of this process's devices or numpy's, readers of weights in files, or
+        functions: see `make_layer_readers`.
+    """
+    read: dict[tuple[Any, ...], ReadLayer] = {}  # by name, rows and layers
+    lora = model.lora
+
+    def add(param: Parameter, stored: Any) -> None:
+        key = (param.hf_name, param.hf_rows, param.layers)
+        read[key] = functools.partial(_read_layer, param, stored)
+
+    def merge(param: Parameter) -> ReadLayer:
+        """Function that returns a layer of a weight with its adapter, if it has one."""
+        rows = param.hf_rows
+        read_weight = read[param.hf_name, rows, param.layers]
+        if lora is None or not param.is_matrix:
+            return read_weight
+        stem = param.hf_name.removesuffix(".weight")
+        tensor = param.adapted_tensor
+        if tensor is not None and tensor in lora.target_parameters:
+            stem = decoder.LAYER_PREFIX + lora.name_module(tensor)
+            rows = param.adapted_rows
+        read_a = read.get((f"{stem}.lora_A.weight", None, param.layers))
+        read_b = read.get((f"{stem}.lora_B.weight", rows, param.layers))
+        read_magnitude = read.get((f"{stem}.lora_magnitude_vector", rows, param.layers))
+        if read_a is None or read_b is None:
+            return read_weight
+
+        def read_merged(layer: int | None) -> np.ndarray:
+            magnitude = None if read_magnitude is None else read_magnitude(layer)
+            weights = read_weight(layer), read_a(layer), read_b(layer)
+            return merge_matrix(*weights, scale=lora.scale, magnitude_o=magnitude)
+
+        return read_merged
+
+    jax.tree.map(add, table, weights)
+    plain_table = decoder.plain_table(model)
+    return plain_table, jax.tree.map(merge, plain_table)
+
+
+def make_layer_readers(weights: layers.Weights, *, table: layers.Weights) -> layers.Weights:
+    """Functions that copy a layer of a weight, as it is stored, to the host of every process.
+
+    Moves: the layer to all devices, if there are several processes, which must call together.
+    Raises: UserError with several processes, if weights are in host memory.
+    """
+
+    def read(param: Parameter, stored: Any, layer: int | None) -> Any:
+        def read_array(array: Any) -> np.ndarray:
+            if device_memory.is_on_host(array):
+                if not array.is_fully_addressable:
+                    raise UserError(
+                        "weights: with several processes, they must be on the devices. Use "
+                        "memory.offload_optimizer=none."
+                    )
+                array = np.asarray(array)
+            part = array if layer is None else array[param.find(layer)]
+            return np.asarray(multihost_utils.process_allgather(part, tiled=True))
+
+        return jax.tree.map(read_array, stored)
+
+    return jax.tree.map(lambda *each: functools.partial(read, *each), table, weights)
+
+
+def _read_layer(param: Parameter, stored: Any, layer: int | None) -> np.ndarray:
+    """A layer, float32 and without padding, as training used it."""
+    if isinstance(stored, WeightReader):
+        stored = quantization.encode(param, _read_tensor(stored, param, layer))
+    elif callable(stored):
+        stored = stored(layer)
+    elif layer is not None:
+        stored = jax.tree.map(lambda x: x[param.find(layer)], stored)
+    stored = jax.tree.map(np.asarray, stored)
+    whole = np.asarray(quantization.decode(param, stored, jnp.dtype("float32")))
+    return np.asarray(sharding.remove_padding(param, whole))
+
+
+def _read_tensor(reader: WeightReader, param: Parameter, layer: int | None) -> np.ndarray:
+    return reader.read(param, layer, tuple(slice(size) for size in param.shape))
+
+
+def merge_matrix(
+    weight_oi: np.ndarray,
+    a_ri: np.ndarray,
+    b_or: np.ndarray,
+    *,
+    scale: float,
+    magnitude_o: np.ndarray | None = None,
+) -> np.ndarray:
+    """The matrix W + scale * B A, whose rows have DoRA's magnitudes as norms if there are any.
+
+    All are float32; experts' have a dim of experts first. The operations are PEFT's
+    `merge_and_unload`.
+    """
+    merged_oi = weight_oi + (b_or @ a_ri) * np.float32(scale)
+    if magnitude_o is not None:
+        norms_o = np.sqrt(np.sum(np.square(merged_oi, dtype=np.float64), axis=-1))
+        # A row of zeros stays zero, as in training
+        factors_o = np.divide(magnitude_o, norms_o, out=np.zeros_like(norms_o), where=norms_o > 0)
+        merged_oi *= factors_o.astype(np.float32)[:, None]
+    return merged_oi

@@ -9,11 +9,11 @@ import rich.console
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import format_count
-from jaxsp.data.chat import chat_template
-from jaxsp.data.tokenization.encoding import TextEncoder
+from jaxsp.data import chat_template
+from jaxsp.data.tokenizers import TextEncoder
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import context_range, folder, model_config
-from jaxsp.run import config_file, given_model, jax_limits, model_files, stop_tokens
+from jaxsp.run import config_file, given_model, model_files, preflight
 from jaxsp.run import console as output
 from jaxsp.system.cluster import Process
 
@@ -63,7 +63,7 @@ def generate(
     fields = given.fields | {"data": data, "eval": {}, "objective": {}}
     config = config_file.parse(given.add_model(fields), changes, trains=False)
     given.check_config(config)
-    jax_limits.start(config, process)
+    preflight.start(config, process)
     model_dir = given.find_model_dir(config)
     if source is None and model_dir is None and config.model.source is not None:
         source = folder.find(config.model.source)
@@ -117,7 +117,7 @@ def generate(
         master,
         [ids],
         max_new_tokens=max_new_tokens,
-        stop_ids=stop_tokens.list_stop_ids(resolved.hf_config, resolved.small_files, tokenizer),
+        stop_ids=model_files.list_stop_ids(resolved.hf_config, resolved.small_files, tokenizer),
         sampling=sampling,
         on_token=add_token,
     )

@@ -13,9 +13,9 @@ from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.run import build, config_file, model_files, resume
+from jaxsp.run.build import PreparedModel
 from jaxsp.run.config_file import Config
-from jaxsp.run.run import PreparedModel
-from jaxsp.training import train_state, trainable
+from jaxsp.training import train_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class GivenModel:
         trained = dataclasses.replace(spec, config=spec.config.change(compute_dtype=dtype))
         opened = model_files.open_weights(trained, resolved.model_folder, None)
         frozen = opened.make(frozen_only=True)
-        table = trainable.select_frozen(trained.state_table, trained.state_table)
+        table = train_state.select_frozen(trained.state_table, trained.state_table)
         reader.check_base(self.checkpoint, checksums.compute_frozen(table, frozen))
         if trained.dtype != spec.dtype:  # the base was checked as training rounded it
             del frozen  # a device may not hold both

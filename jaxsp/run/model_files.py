@@ -1,14 +1,23 @@
-"""Files of a config's model: config.json, tokenizer and weights."""
+"""Files of a config's model: config.json, tokenizer, weights and stop tokens.
+
+Stop tokens of a fine-tuned model are those that end the turns of its training chats. A base model
+ends documents with <|endoftext|>. If chats teach it to end turns with <|im_end|>, and only
+<|endoftext|> is in its eos_token_id, generation goes on after every answer.
+"""
 
 import dataclasses
+import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
+from jaxsp.config import json_values
+from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import chat_template, tokenize, tokenizers
+from jaxsp.data.chat_template import TemplateRenderer
 from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.model_source import ModelSourceConfig
@@ -17,7 +26,8 @@ from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.run.config_file import Config
-from jaxsp.training import trainable, weight_init
+from jaxsp.run.data_sets import OpenedSources
+from jaxsp.training import specs, train_state
 from jaxsp.training.specs import StepSpec
 
 if TYPE_CHECKING:
@@ -92,18 +102,16 @@ def check_teacher_tokens(
         (source.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
     ):
         return
-    own = {number: token for token, number in tokenizer.get_vocab().items()}
+    own = tokenizer.get_vocab()
     with at("objective.teacher", teacher), at("its tokenizer"):
-        theirs = {x: token for token, x in tokenizers.load(str(source.path)).get_vocab().items()}
-        changed = [
-            number
-            for number in sorted(own.keys() | theirs.keys())
-            if own.get(number) != theirs.get(number)
-        ]
-        if changed:
-            shown = [repr(ids.get(changed[0])) for ids in (own, theirs)]
+        theirs = tokenizers.load(str(source.path)).get_vocab()
+        if changed := sorted(number for _, number in own.items() ^ theirs.items()):
+            tokens = [
+                repr(next((token for token, number in vocab.items() if number == changed[0]), None))
+                for vocab in (theirs, own)
+            ]
             raise UserError(
-                f"differs from the model's: token {changed[0]} is {shown[1]}, and {shown[0]} in "
+                f"differs from the model's: token {changed[0]} is {tokens[0]}, and {tokens[1]} in "
                 "the model's. Use a teacher with the same token ids."
             )
 
@@ -169,25 +177,25 @@ class InitialWeights:
     """Weights of the objective's teacher, if it is another model."""
 
     def make(self, *, frozen_only: bool = False) -> layers.Weights:
-        """All weights on the step's mesh, or those of `trainable.select_frozen`."""
+        """All weights on the step's mesh, or those of `train_state.select_frozen`."""
         spec = self.spec
         table = spec.table
         if frozen_only:
-            table = trainable.select_frozen(table, table)
+            table = train_state.select_frozen(table, table)
         place: dict[str, Any] = {"mesh": spec.mesh, "is_on_host": spec.is_on_host}
         made: layers.Weights = {}
         for reader in (None, *filter(None, (self.reader, self.adapter_reader))):
             is_own = lambda param, reader=reader: self._find_reader(param) is reader
-            part = trainable.select(table, table, is_own)
+            part = specs.select(table, table, is_own)
             if reader is None:
-                loaded = weight_init.random_weights(part, seed=spec.config.seed, **place)
+                loaded = train_state.random_weights(part, seed=spec.config.seed, **place)
             else:
-                loaded = weight_init.load_weights(part, read_slice=reader.read, **place)
-            made = trainable.merge(made, loaded)
+                loaded = train_state.load_weights(part, read_slice=reader.read, **place)
+            made = train_state.merge(made, loaded)
         if self.teacher is not None:
             made["teacher"] = self.teacher.make()
         if self.adapter_reader is None:
-            made = weight_init.init_magnitudes(table, made, mesh=spec.mesh)
+            made = train_state.init_magnitudes(table, made, mesh=spec.mesh)
         return made
 
     def _find_reader(self, param: Parameter) -> WeightReader | None:
@@ -223,3 +231,92 @@ def open_weights(
         source = folder.find(name, field="objective.teacher")
         teacher = open_weights(spec.teacher, source, None)
     return InitialWeights(spec=spec, reader=reader, adapter_reader=adapter_reader, teacher=teacher)
+
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopTokens:
+    """Special tokens that end the assistant's turns in the training data."""
+
+    alternatives: tuple[tuple[int, ...], ...] = ()
+    """Ends of a turn, each as its tokens; generation must stop at one token of each."""
+    description: str = ""
+    """Part of a line of the banner; empty without chats."""
+
+    def add_to(self, fields: dict[str, Any], *, default: Any = None) -> dict[str, Any]:
+        """Returns fields with those tokens that eos_token_id, by default `default`, lacks."""
+        if not self.alternatives:
+            return fields
+        eos_ids = fields.get("eos_token_id")
+        eos_ids = default if eos_ids is None else eos_ids
+        ids = _list_ids(eos_ids)
+        added = [tokens[-1] for tokens in self.alternatives if not set(tokens) & set(ids)]
+        merged = [*dict.fromkeys([*added, *ids])]
+        if added:
+            eos_ids = merged if len(merged) > 1 else merged[0]
+        return fields | {"eos_token_id": eos_ids}
+
+    def add_to_file(self, directory: pathlib.Path, *, default: Any) -> None:
+        """Adds the tokens to a folder's generation config. Without one, the export makes one."""
+        path = directory / GENERATION_CONFIG
+        if self.alternatives and path.is_file():
+            fields = folder.read_json(path)
+            weights.write_json(path, self.add_to(fields, default=default))
+
+
+def find_stop_tokens(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
+    """Finds the stop tokens of the training data; none without chats."""
+    for field, source in opened.train.items():
+        if not source.is_chat:
+            continue
+        entries = opened.records[field].entries()
+        texts = (x["record"] for x in entries if x["problem"] is None)
+        if isinstance(json.loads(next(texts, "{}")).get("prompt"), str):
+            continue  # a prompt and a completion of plain text
+        options = tokenize.resolve_options(source, data=config.data, tokenizer=tokenizer)
+        assert options is not None, "chats have a tokenizer"
+        template = options.template  # all sources have the same
+        try:
+            renderer = TemplateRenderer(
+                {}, tokenizer=tokenizer, template=template, with_marks=False
+            )
+        except UserError:  # several templates, none of which is for all records
+            break
+        end = chat_template.find_turn_end(tokenizer, renderer.template)
+        alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(x)) for x in end.stops)
+        description = ""
+        if end.stops:
+            description = f"turns end with {' or '.join(map(''.join, end.stops))}"
+        elif end.text:
+            description = (
+                f"turns end with {end.text.strip()!r}, which is not a special token: generation "
+                "does not stop there"
+            )
+        return StopTokens(alternatives=alternatives, description=description)
+    return StopTokens()
+
+
+def list_stop_ids(
+    hf_config: dict[str, Any], directory: pathlib.Path | None, tokenizer: Any
+) -> list[int]:
+    """Tokens at which generation stops: those of config.json, of the generation config of the
+    model's folder if it has one, and the tokenizer's end token."""
+    ids = _list_ids(hf_config.get("eos_token_id"))
+    path = None if directory is None else directory / GENERATION_CONFIG
+    if path is not None and path.is_file():
+        ids += _list_ids(folder.read_json(path).get("eos_token_id"))
+    if tokenizer is not None:
+        ids += _list_ids(tokenizer.eos_token_id)
+    return list(dict.fromkeys(ids))
+
+
+def _list_ids(eos_ids: Any) -> list[int]:
+    if eos_ids is None:
+        return []
+    ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    if not all(map(json_values.is_integer, ids)):  # config.json is checked before
+        text = f"{GENERATION_CONFIG}: eos_token_id = {format_value(eos_ids)}"
+        raise UserError(f"{text}: must be a token id, a list of them, or null.")
+    return list(ids)

@@ -11,14 +11,14 @@ import jax
 import rich.console
 
 from jaxsp.config import yaml_io
-from jaxsp.core import durations
+from jaxsp.core import units
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import context_range, folder, peft, published
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.planning import absent, planner, report, searches
 from jaxsp.planning.absent import Cluster
 from jaxsp.planning.planner import Plan
-from jaxsp.run import data_sets
+from jaxsp.run import preview
 from jaxsp.run.config_file import Config
 from jaxsp.system import hardware
 
@@ -75,7 +75,7 @@ def plan(
         needs_tokenizer = any(each.needs_tokenizer for each in config.data.train)
         if needs_tokenizer and config.model.tokenizer is None and config.model.source is not None:
             source = folder.find(config.model.source)
-        num_steps = data_sets.print_data(read, source, model, console, ProblemCollector())
+        num_steps = preview.print_data(read, source, model, console, ProblemCollector())
     if tokens is None and num_steps is not None:
         tokens = float(num_steps * config.batch.rows_per_step * row_tokens)
     cluster = clusters[0]
@@ -159,7 +159,7 @@ def _compare(
         outcome = "refused"
         try:
             plans.append(plan_one(cluster))
-            outcome = f"compiled in {durations.describe(plans[-1].plan_s)}"
+            outcome = f"compiled in {units.format_seconds(plans[-1].plan_s)}"
         except UserError as error:
             refusals.append(f"{devices}: {str(error).splitlines()[0]}")
         console.print(f"{devices}: {outcome}")

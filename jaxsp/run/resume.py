@@ -8,53 +8,49 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.blocks.config import LayerConfig, ModelConfig
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader, run_paths, run_storage
-from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
+from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError, EarlyStoppingState
 from jaxsp.config import yaml_io
-from jaxsp.core import errors, files, paths
+from jaxsp.core import errors, files
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.mixing import RowSchedule
+from jaxsp.data import dataset
+from jaxsp.data.dataset import PackedDataset
+from jaxsp.data.packing import RowSchedule
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.run import config_file
-from jaxsp.run.config_file import Config
-from jaxsp.run.run import StartPoint
-from jaxsp.run.run_config import RunConfig
+from jaxsp.run.config_file import Config, RunConfig
 from jaxsp.system import run_lock
-
-_NO_START = -2
-"""Sent to other processes instead of a step by a process that cannot start."""
-
-_UNNUMBERED = -1
-"""Sent if the checkpoint's folder is not called by its step."""
 
 _TOKEN_FIELDS = tuple(
     "data.train data.eval_fraction data.chat_template model.tokenizer model.source".split()
 )
 """Prefixes of fields that change the tokens."""
 
-_NEUTRAL_FIELDS = (
-    *("mesh.", "logging.", "checkpoint.", "memory.", "attention.", "eval.", "data.eval."),
-    *("batch.rows_per_microbatch", "data.num_workers", "model.delta_net_kernel"),
-    "model.experts_kernel",
-    *("run.compilation_cache", "run.deterministic", "run.early_stopping", "run.eval_at_start"),
-    *("run.eval_every", "run.generate_samples", "run.log_every", "run.save_every"),
-    *("run.shutdown_grace", "run.step_timeout", "run.stop_after"),
-)
-"""Prefixes of fields that change neither rows nor weights, except for rounding."""
-
-_ALTERING_FIELDS = ("memory.grad_reduce_dtype",)
-"""Exceptions to _NEUTRAL_FIELDS."""
-
 _UNREPORTED_FIELDS = ("run.directory", "run.staging", "run.resume", "run.on_data_change")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartPoint:
+    """Step and state of the data that a run starts from."""
+
+    checkpoint: pathlib.Path | None = None
+    """Checkpoint to resume from; None for a new run."""
+    step: int = 0
+    """Number of steps before the start."""
+    rows_consumed: int = 0
+    num_tokens: int = 0
+    """Number of tokens in these steps."""
+    has_pending_evaluation: bool = False
+    """True if a stop skipped an evaluation that was due at `step`."""
+    early_stopping: EarlyStoppingState | None = None
+    config_changes: tuple[str, ...] = ()
+    """Config fields that differ from the checkpoint's, with both values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,24 +62,28 @@ class RunCheckpoint:
     config: Config
     """Config of the checkpoint's run."""
 
-    def add_adapter(self, config: Config) -> Config:
-        """Returns a config with the checkpoint's adapter, whose source may be gone, if it has the
-        same fields."""
-        saved = self.config.adapter
-        given = config.adapter.model_dump(exclude_unset=True)
-        is_same = saved.model_copy(update=given) == saved
-        return config.model_copy(update={"adapter": saved}) if is_same else config
-
 
 def open_checkpoint(
     run: RunConfig, skip: Sequence[pathlib.Path], problems: ProblemCollector
 ) -> RunCheckpoint | None:
-    """Opens the checkpoint to resume from, unless it is in `skip`; all processes call it."""
+    """Opens the checkpoint to resume from, unless it is in `skip`; all processes call it.
+
+    Raises: UserError if processes see different checkpoints. Other problems go to `problems`.
+    """
     path = None
     with problems.collect():
         path = find_checkpoint(run, skip=skip)
     if jax.process_count() > 1:
-        check_same_checkpoint(run, path, problems)
+        problems.raise_if_any()  # which ends the processes that wait here
+        name = "0" if path is None else path.name
+        steps = multihost_utils.process_allgather(np.int32(name if name.isdecimal() else -1))
+        different = np.unique(steps).tolist()
+        if len(different) > 1:
+            raise UserError(
+                f"run.directory = {run.directory}: processes would begin at steps "
+                f"{errors.format_choices(different)}, because they see different checkpoints. "
+                "Name a folder that all nodes share."
+            )
     if path is None:
         return None
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
@@ -93,22 +93,18 @@ def open_checkpoint(
 def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
     """Finds the checkpoint that a run resumes from, unless it is in `skip`; None for a new run."""
     directory = run.local_dir
-    with at("run.directory", directory):
-        paths.check_folder(directory)
-    if run.resume not in ("auto", "never") and not paths.is_url(run.resume):
+    if run.resume not in ("auto", "never") and not files.is_url(run.resume):
         with at("run.resume", run.resume):
-            paths.check_folder(pathlib.Path(run.resume))
+            files.check_folder(pathlib.Path(run.resume))
     has_files = directory.is_dir() and any(
         path.name not in run_lock.BOOKKEEPING_FILES for path in directory.iterdir()
     )
-    first_resume = None  # the checkpoint of another run that this one started from
+    origin = "auto"  # the checkpoint of another run that this one started from
     saved = directory / run_paths.CONFIG_FILE
     with contextlib.suppress(UserError):  # another version wrote it
-        saved_resume = config_file.load(saved, []).run.resume if saved.exists() else "auto"
-        if saved_resume not in ("auto", "never"):
-            first_resume = saved_resume
+        origin = config_file.load(saved, []).run.resume if saved.exists() else "auto"
     # the same command again resumes the run, also one that started from another run's checkpoint
-    if run.resume in ("auto", first_resume):
+    if run.resume == "auto" or run.resume == origin != "never":
         checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
         with at("run.directory", run.directory):
             if has_files and not saved.is_file():
@@ -131,10 +127,10 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
                     f"this run has written a checkpoint after step {last.get('step')}, but "
                     f"{checkpoints} has none. Put it back (is its disk mounted?), {elsewhere}"
                 )
-            if first_resume not in (None, run.resume):
+            if run.resume == "auto" and origin not in ("auto", "never"):
                 raise UserError(
-                    f"this run started from {first_resume} and ended before it wrote a checkpoint. "
-                    f"Start it again from there: run.resume={first_resume}."
+                    f"this run started from {origin} and ended before it wrote a checkpoint. "
+                    f"Start it again from there: run.resume={origin}."
                 )
         if run.resume == "auto":
             return None
@@ -153,33 +149,6 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
                 "or never."
             )
         return checkpoint
-
-
-def check_same_checkpoint(
-    run: RunConfig, checkpoint: pathlib.Path | None, problems: Sequence[str]
-) -> None:
-    """Checks that all processes resume from the same step; all must call it.
-
-    Args: problems: reasons why this process cannot start.
-    """
-    name = "0" if checkpoint is None else checkpoint.name
-    local_step = int(name) if name.isdecimal() else _UNNUMBERED
-    steps = multihost_utils.process_allgather(np.int32(_NO_START if problems else local_step))
-    if (steps == _NO_START).any():
-        reason = f"process {steps.argmin()} cannot start; it prints the reason."
-        raise UserError(problems or f"run.directory = {run.directory}: {reason}")
-    check_same_step(run, steps)
-
-
-def check_same_step(run: RunConfig, steps: np.ndarray) -> None:
-    """Checks the first steps of all processes. Raises: UserError if they differ."""
-    different = np.unique(steps).tolist()
-    if len(different) > 1:
-        raise UserError(
-            f"run.directory = {run.directory}: processes would begin at steps "
-            f"{errors.format_choices(different)}, because they see different checkpoints. "
-            "Name a folder that all nodes share."
-        )
 
 
 def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
@@ -276,27 +245,15 @@ def make_start_point(
         changes.append(f"{text}: {effect}")
     if problems:
         raise UserError(problems)
-    start = StartPoint(
+    return StartPoint(
         checkpoint=path,
         step=meta.step,
         rows_consumed=consumed,
         num_tokens=meta.num_tokens_total,
         has_pending_evaluation=meta.has_pending_evaluation,
         early_stopping=meta.early_stopping,
+        config_changes=tuple(changes),
     )
-    before, now = (find_next_rate(each, start, data) for each in (saved, config))
-    if before != now:
-        changes.insert(0, f"learning rate of step {start.step + 1:,} {before} -> {now}")
-    return dataclasses.replace(start, config_changes=tuple(changes))
-
-
-def find_next_rate(config: Config, start: StartPoint, data: PackedDataset) -> str:
-    """Learning rate of the step after a start, as text."""
-    num_steps = config.run.steps
-    if num_steps is None:
-        num_steps = start.step + len(make_schedule(config, start, data))
-    rate = config.optimizer.make_rate(max(num_steps, start.step))(jnp.int32(start.step))
-    return f"{float(rate):.3g}"
 
 
 def make_schedule(config: Config, start: StartPoint, data: PackedDataset) -> RowSchedule:
@@ -311,35 +268,28 @@ def make_schedule(config: Config, start: StartPoint, data: PackedDataset) -> Row
 
 
 def _list_changes(saved: Config, config: Config) -> list[str]:
-    """Changed fields with both values; those without effect on the model come last, as one."""
+    """Changed fields with both values."""
     before, now = (dict(yaml_io.flatten(each.model_dump(mode="json"))) for each in (saved, config))
-    altering: list[str] = []
-    neutral: list[str] = []
+    changes = []
     for field in before | now:
         values = (before.get(field), now.get(field))
-        if values[0] == values[1] or field in _UNREPORTED_FIELDS:
-            continue
-        # a template has pages
-        old, new = (yaml_io.shorten(yaml_io.format_value(value), 60) for value in values)
-        is_neutral = field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS
-        (neutral if is_neutral else altering).append(f"{field} {old} -> {new}")
-    if neutral:
-        altering.append(f"{' and '.join(neutral)} (without effect on what the model learns)")
-    return altering
+        if values[0] != values[1] and field not in _UNREPORTED_FIELDS:
+            # a template has pages
+            old, new = (yaml_io.shorten(yaml_io.format_value(value), 60) for value in values)
+            changes.append(f"{field} {old} -> {new}")
+    return changes
 
 
 def _list_model_differences(
     checkpoint: RunCheckpoint, config: Config, model: ModelConfig
 ) -> list[str]:
     """Differences between the model and adapter of a checkpoint and those of the config."""
-    path = checkpoint.path
     now = vars(config.adapter)
     before = vars(checkpoint.config.adapter)
     if now["type"] != before["type"]:
         now = {"type": now["type"]}
     lines = [
-        f"adapter.{name} = {yaml_io.format_value(value)}: is "
-        f"{yaml_io.format_value(before[name])} in {path}."
+        f"adapter.{name} = {yaml_io.format_value(value)}: is {yaml_io.format_value(before[name])}"
         for name, value in now.items()
         if name != "source" and value != before[name]
     ]
@@ -347,47 +297,28 @@ def _list_model_differences(
         saved = model_config.parse_model_config(
             checkpoint.meta.model, row_tokens=checkpoint.config.data.row_tokens
         )
-    saved = _without_training_choices(saved)
-    model = _without_training_choices(model)
-    pairs = {name: (value, getattr(saved, name)) for name, value in vars(model).items()}
-    del pairs["layers"], pairs["lora"], pairs["teacher"]
-    pairs |= _pair_layers(model.layers, saved.layers)
-    return lines + [
-        f"model: {name} = {value}: is {saved_value} in the model of {path}."
-        for name, (value, saved_value) in pairs.items()
-        if value != saved_value
+    fields, saved_fields = map(describe_model, (model, saved))
+    lines += [
+        f"model: {name} = {fields.get(name)}: is {saved_fields.get(name)}"
+        for name in fields | saved_fields
+        if fields.get(name) != saved_fields.get(name)
     ]
+    return [f"{line} in {checkpoint.path}." for line in lines]
 
 
-def _without_training_choices(model: ModelConfig) -> ModelConfig:
-    """The model without what may change from step to step: dtype of products, kernels, losses of
-    routers."""
-    experts = model.experts and dataclasses.replace(
-        model.experts, kernel="xla", aux_loss_coef=0.0, z_loss_coef=0.0
-    )
-    delta_net = model.delta_net and dataclasses.replace(model.delta_net, kernel="xla")
-    return dataclasses.replace(model, linear_dtype=None, experts=experts, delta_net=delta_net)
-
-
-def _pair_layers(
-    layers: Sequence[LayerConfig], saved: Sequence[LayerConfig]
-) -> dict[str, tuple[object, object]]:
-    """Value and saved value, by name, of what differs between the layers of two models."""
-    if len(layers) != len(saved):
-        return {"num_layers": (len(layers), len(saved))}
-    differences: dict[str, tuple[object, object]] = {}
-    for field in ("mixer", "feed_forward", "window", "rope"):
-        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(layers, saved, strict=True)]
-        numbers = [number for number, (now, before) in enumerate(pairs) if now != before]
-        if not numbers:
-            continue
-        now, before = pairs[numbers[0]]
-        if field == "rope":
-            now, before = (rope and rope.description for rope in (now, before))
-        if now == before:
-            before = "a RoPE with other frequencies or another scale"
-        names = f"layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}"
-        names += f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
-        names = "all layers" if len(numbers) == len(layers) else names
-        differences[f"{field} of {names}"] = (now, before)
-    return differences
+def describe_model(model: ModelConfig) -> dict[str, object]:
+    """Fields of a model by name, without those that may change from step to step: the dtype of
+    products, kernels, and losses of routers. Equal layers in a row are counted."""
+    left_out = ("linear_dtype", "lora", "teacher", "layers")
+    names = (field.name for field in dataclasses.fields(model))
+    fields: dict[str, object] = {x: getattr(model, x) for x in names if x not in left_out}
+    if model.experts is not None:
+        fields["experts"] = dataclasses.replace(
+            model.experts, kernel="xla", aux_loss_coef=0.0, z_loss_coef=0.0
+        )
+    if model.delta_net is not None:
+        fields["delta_net"] = dataclasses.replace(model.delta_net, kernel="xla")
+    for name in ("mixer", "feed_forward", "window", "rope"):
+        groups = itertools.groupby(getattr(layer, name) for layer in model.layers)
+        fields[f"{name} of layers"] = [(value, len([*group])) for value, group in groups]
+    return fields

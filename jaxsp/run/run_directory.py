@@ -16,19 +16,18 @@ from jax.experimental import multihost_utils
 from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import config_file
-from jaxsp.core import files, paths
+from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.model import flops
 from jaxsp.planning import fit
 from jaxsp.planning.fit import CompiledStep
-from jaxsp.run import metrics
-from jaxsp.run.checkpoint_schedule import CheckpointSchedule
+from jaxsp.run import metrics, trackers
+from jaxsp.run.build import Run
 from jaxsp.run.config_file import Config
 from jaxsp.run.console import Progress
 from jaxsp.run.metrics import MetricsWriter, StartLine
-from jaxsp.run.run import Run
-from jaxsp.run.trackers import tracker
-from jaxsp.run.trackers.tracker import Client, Outcome, TrackedRun, Tracker
+from jaxsp.run.schedule import CheckpointSchedule
+from jaxsp.run.trackers import Client, Outcome, TrackedRun, Tracker
 from jaxsp.system import jsonl, run_lock
 from jaxsp.system.watchdog import RunStatus
 from jaxsp.training.metric_table import Line
@@ -66,7 +65,7 @@ class RunDirectory:
             self.trackers = enter(Trackers(config, from_step=from_step, is_resume=run.is_resume))
             receivers = (self.trackers.log, on_line) if on_line else (self.trackers.log,)
             self.metrics = enter(MetricsWriter(directory, from_step=from_step, receivers=receivers))
-            is_shared = not paths.is_url(config.run.directory)
+            is_shared = not files.is_url(config.run.directory)
             self.writer = enter(
                 CheckpointWriter(
                     directory / run_paths.CHECKPOINTS_DIR,
@@ -163,7 +162,7 @@ class Trackers:
     def __init__(self, config: Config, *, from_step: int, is_resume: bool):
         """Starts the trackers in process 0. Args: is_resume: False for a run new to them."""
         directory = config.run.local_dir
-        saved = files.read_json(directory / tracker.IDS_FILE) if is_resume else None
+        saved = files.read_json(directory / trackers.IDS_FILE) if is_resume else None
         run = TrackedRun(
             directory=directory,
             config=config.model_dump(mode="json"),
@@ -201,7 +200,7 @@ class Trackers:
             call(*arguments)
         except Exception as error:  # the clients raise errors of many kinds
             self._clients.pop(name, None)
-            tracker.print_failure(name, f"{type(error).__name__}: {error}")
+            trackers.print_failure(name, f"{type(error).__name__}: {error}")
 
 
 def name_numbers(line: Mapping[str, Any]) -> dict[str, float]:

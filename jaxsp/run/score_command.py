@@ -19,17 +19,16 @@ from jaxsp.core import files
 from jaxsp.core.batch import PREDICTIONS
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_bytes, format_count
-from jaxsp.data.ingest import cache
-from jaxsp.data.packing import dataset
-from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data import dataset, store
+from jaxsp.data.dataset import PackedDataset
 from jaxsp.evaluation import token_losses
 from jaxsp.hf import folder
 from jaxsp.objectives.distill import Distill
-from jaxsp.run import build, jax_limits, model_files, predictions
+from jaxsp.run import build, model_files, preflight, references
 from jaxsp.run import console as output
 from jaxsp.run.config_file import Config
-from jaxsp.run.predictions import ARRAY, CHECKSUMS, META
-from jaxsp.system import distributed, jax_platform
+from jaxsp.run.references import ARRAY, CHECKSUMS, META
+from jaxsp.system import distributed
 from jaxsp.system.cluster import Process
 from jaxsp.training import step_gradients, train_step
 from jaxsp.training.specs import StepSpec
@@ -46,9 +45,7 @@ def score(config: Config, process: Process, console: rich.console.Console) -> No
             "objective.predictions: missing. Name the folder to write: objective.type=distill "
             "objective.teacher=MODEL objective.predictions=FOLDER."
         )
-    jax_limits.choose_platform(config, process)
-    jax_platform.enable_cache(config.run.compilation_cache, num_processes=process.num_processes)
-    distributed.initialize(process)
+    preflight.start(config, process)
     live = objective.model_copy(update={"predictions": None, "top_k": 64})
     prepared = build.prepare_model(
         config.model_copy(update={"objective": live}),
@@ -83,7 +80,7 @@ def score(config: Config, process: Process, console: rich.console.Console) -> No
     compute = functools.partial(train_step.compile_forward(teacher, compute), opened.make())
     for data in data_sets:
         _write(
-            predictions.find_folder(objective, data, model_ids=spec.model.vocab_size),
+            references.find_folder(objective, data, model_ids=spec.model.vocab_size),
             dataset.pack_documents(
                 data.name, data.documents, **teacher.config.packing, digests=data.digests
             ),
@@ -148,7 +145,7 @@ def _write(
     if values is not None:
         values.flush()
         content = io.BytesIO()
-        np.save(content, cache.compute_block_checksums(values.reshape(-1)))
+        np.save(content, store.compute_block_checksums(values.reshape(-1)))
         files.write_atomic(folder / CHECKSUMS, content.getvalue())
     print_line(
         f"{rows.name}: {format_count(int(rows.documents.lengths.sum()), 'token')} -> {folder}"

@@ -17,10 +17,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
-from jaxsp.attention.strategies.strategy import Strategy, combine
+from jaxsp.attention.strategy import Strategy, combine
 from jaxsp.blocks import float8
 from jaxsp.blocks.config import DeltaNetConfig
 from jaxsp.core.errors import UserError, first_line
@@ -67,17 +66,18 @@ class KernelCheck:
 
     def find_problem(self, device: jax.Device) -> str:
         """Problem of the kernel on a device; empty if there is none."""
-        problem = ""
         try:
             errors = self.measure_errors(device)
         except Exception as error:  # compilers of kernels have errors of many classes
-            errors = {}
-            problem = f"does not run on this device: {first_line(error)}"
+            return f"{self.field}: does not run on this device: {first_line(error)}"
         limit = self.tolerance
-        if wrong := [f"{name} {error:.3g}" for name, error in errors.items() if not error <= limit]:
-            problem = f"computes wrong results on this device (relative error of {', '.join(wrong)}"
-            problem += f"; must be at most {limit:g})"
-        return f"{self.field}: {problem}" if problem else ""
+        wrong = [f"{name} {error:.3g}" for name, error in errors.items() if not error <= limit]
+        if not wrong:
+            return ""
+        return (
+            f"{self.field}: computes wrong results on this device (relative error of "
+            f"{', '.join(wrong)}; must be at most {limit:g})"
+        )
 
     def measure_errors(self, device: jax.Device) -> dict[str, float]:
         """Errors of the output, `out`, and of the gradient of each input, such as `dq`."""
@@ -132,26 +132,23 @@ def check_device(spec: StepSpec, *, may_replace: bool = False) -> tuple[list[str
     model = spec.model
     dtype = str(spec.dtype)
     choice = spec.attention
-    kinds = {
-        (tokens, score): None
-        for tokens in (None, choice.strategy.tokens.on_one_device())
-        for score in choice.layer_scores
-        if choice.find_kernel(score.heads)[0].needs_selfcheck
-    }
-    sizes = (model.num_kv_heads, model.head_dim)
-    checks = [
-        check_attention(
-            choice.find_kernel(score.heads)[0],
-            heads=choice.strategy.heads.local_heads(model.num_heads, (score.heads or sizes)[0]),
-            head_dim=(score.heads or sizes)[1],
-            max_segments=spec.config.max_segments,
-            dtype=dtype,
-            score=score,
-            settings=choice.find_kernel(score.heads)[1],
-            strategy=combine(1, tokens),
-        )
-        for tokens, score in kinds
-    ]
+    checks = []
+    for tokens in dict.fromkeys((None, choice.strategy.tokens.on_one_device())):
+        for score in dict.fromkeys(choice.layer_scores):
+            kernel, settings = choice.find_kernel(score.heads)
+            num_kv_heads, head_dim = score.heads or (model.num_kv_heads, model.head_dim)
+            if kernel.needs_selfcheck:
+                check = check_attention(
+                    kernel,
+                    heads=choice.strategy.heads.local_heads(model.num_heads, num_kv_heads),
+                    head_dim=head_dim,
+                    max_segments=spec.config.max_segments,
+                    dtype=dtype,
+                    score=score,
+                    settings=settings,
+                    strategy=combine(1, tokens),
+                )
+                checks.append(check)
     if model.delta_net is not None:
         checks += check_delta_rule(model.delta_net, dtype)
     if (experts := model.experts) is not None and experts.kernel != "xla":

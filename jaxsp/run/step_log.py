@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.core import durations, paths
+from jaxsp.core import files, units
 from jaxsp.core.batch import Batch
 from jaxsp.core.units import format_count
-from jaxsp.data.packing.loader import StepCounts
+from jaxsp.data.loader import StepCounts
 from jaxsp.model import flops
 from jaxsp.run import metrics
+from jaxsp.run.build import Run
 from jaxsp.run.metrics import NonfiniteStep, StepFields
-from jaxsp.run.run import Run
 from jaxsp.run.run_directory import RunDirectory
 from jaxsp.system.watchdog import RunStatus
 from jaxsp.training import metric_table
@@ -257,8 +257,8 @@ class StepLog:
         losses = self._recent_losses
         mean_loss = f"{statistics.mean(losses):.4f}" if losses else "none"
         recent_steps = format_count(len(losses), "step")
-        duration = durations.describe(self._ended - self._began)
-        out = "hf" if paths.is_url(directory) else f"{directory}/hf"
+        duration = units.format_seconds(self._ended - self._began)
+        out = "hf" if files.is_url(directory) else f"{directory}/hf"
         evaluate = [f"eval {directory}"] if self._run.eval_sets else []
         report = [f"report {directory}"] if importlib.util.find_spec("plotly") else []
         commands = [*report, *evaluate, f"export {directory} {out}"]

@@ -1,7 +1,6 @@
 """Work of the command `jaxsp train`."""
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Callable
 
@@ -10,10 +9,10 @@ import rich.console
 
 from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.run import build, jax_limits, resume, trainer
+from jaxsp.run import build, preflight, resume, trainer
+from jaxsp.run.build import Run
 from jaxsp.run.config_file import Config
-from jaxsp.run.run import Run
-from jaxsp.system import distributed, hardware, jax_platform, run_lock
+from jaxsp.system import distributed, jax_platform, run_lock
 from jaxsp.system.cluster import Process
 from jaxsp.system.preemption import Preemption
 from jaxsp.system.watchdog import RunStatus, Watchdog
@@ -26,7 +25,7 @@ def train(
     config: Config, process: Process, console: rich.console.Console, *, path: str, verbose: bool
 ) -> None:
     """Trains a config. Raises: UserError with all problems found before the first step."""
-    jax_limits.choose_platform(config, process)
+    preflight.choose_platform(config, process)
     jax_platform.enable_cache(config.run.compilation_cache, num_processes=process.num_processes)
     preemption = make_preemption(config)
     with preemption.listen():
@@ -75,7 +74,6 @@ def train_config(
             preemption.status,
             step_timeout=config.run.step_timeout,
             heartbeat_file=None if process.index else folder / run_lock.HEARTBEAT_FILE,
-            has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
         ),
     ):
         damaged: list[pathlib.Path] = []

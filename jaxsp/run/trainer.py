@@ -10,9 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import rich.console
-from jax.experimental import multihost_utils
 
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums, reader
@@ -21,24 +19,21 @@ from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.evaluation import retrieval
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
-from jaxsp.generation.samples import SampleGenerator
+from jaxsp.generation.generator import SampleGenerator
 from jaxsp.run import banner, metrics, preflight, run_directory
 from jaxsp.run import console as output
-from jaxsp.run.early_stopping import EarlyStopping
-from jaxsp.run.run import Run
-from jaxsp.run.run_config import is_due
+from jaxsp.run.build import Run
+from jaxsp.run.config_file import is_due
 from jaxsp.run.run_directory import RunDirectory
+from jaxsp.run.schedule import EarlyStopping, broadcast_from_first
 from jaxsp.run.step_log import StepLog
-from jaxsp.run.trackers.tracker import Outcome
+from jaxsp.run.trackers import Outcome
 from jaxsp.system import distributed
 from jaxsp.system.preemption import Preemption
 from jaxsp.system.watchdog import Activity, RunStatus
 from jaxsp.training import train_state
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
-
-COLLECT_EVERY = 1000
-"""Steps between collections of garbage in a run without checkpoints and evaluations."""
 
 
 def train(
@@ -51,9 +46,7 @@ def train(
 ) -> tuple[Run, TrainState | None]:
     """Trains from the starting point to the last step and writes the run directory.
 
-    All processes train and save together; only process 0 writes the other files. From the end of
-    the first step, Python collects garbage only where checkpoints and evaluations make all
-    processes wait.
+    All processes train and save together; only process 0 writes the other files.
 
     Args:
         on_line: called in process 0 with each line of metrics.jsonl, eval.jsonl and tasks.jsonl
@@ -68,7 +61,6 @@ def train(
     if jax.process_count() > 1:
         preflight.check_agreement(run)
     start = run.start
-    directory = run.config.run.directory
     early_stopping = EarlyStopping(
         run.config.run,
         run.ranking_eval_set,
@@ -76,18 +68,13 @@ def train(
     )
     completion = ""
     if start.step >= run.spec.num_steps:
-        completion = (
-            f"{directory}: has all its {run.spec.num_steps} steps. "
-            "Raise run.steps or run.epochs to train longer."
-        )
+        completion = f"has all its {run.spec.num_steps} steps. Raise run.steps or run.epochs"
     elif start.early_stopping is not None and early_stopping.should_stop():
-        completion = (
-            f"{directory}: stopped early at step {start.step}: {early_stopping.reason}. "
-            "Raise run.early_stopping_patience, or set it to null, to train longer."
-        )
+        completion = f"stopped early at step {start.step}: {early_stopping.reason}. "
+        completion += "Raise run.early_stopping_patience, or set it to null,"
     if completion:
         preflight.finish_run(run)
-        output.print_line(console, completion)
+        output.print_line(console, f"{run.config.run.directory}: {completion} to train longer.")
         return run, None
     whole_banner, short_banner = banner.describe_run(run)
     output.print_pairs(console, whole_banner if verbose else short_banner)
@@ -99,12 +86,12 @@ def train(
         data_sets = [run.train_set, *run.eval_sets]
         if run.reference.list_missing(data_sets):
             preemption.status.activity = Activity(description="the reference pass")
-            run.reference.prepare(
-                data_sets,
-                make_weights=make_weights,
-                print_line=functools.partial(output.print_line, console),
-                on_batch=preemption.status.heartbeat,
-            )
+        run.reference.prepare(
+            data_sets,
+            make_weights=make_weights,
+            print_line=functools.partial(output.print_line, console),
+            on_batch=preemption.status.heartbeat,
+        )
 
     state, base_checksums = make_state(run, prepare_references)
     with RunDirectory(
@@ -187,11 +174,11 @@ class Loop:
         run = self._run
         log = self._log
         first_traced, _ = run.config.logging.profile_steps or (0, 0)
-        self._out.writer.compile_ahead(state)
         with contextlib.ExitStack() as stack:
+            # Collections of garbage, which delay a step of all processes, skip what exists already
+            gc.collect()
+            gc.freeze()
             stack.callback(gc.unfreeze)
-            if gc.isenabled():
-                stack.callback(gc.enable)
             rows = stack.enter_context(contextlib.closing(log.loader.batches()))
             stack.push(self._trace)
             self._evaluate_at_start(state)
@@ -230,17 +217,15 @@ class Loop:
         start = self._run.start
         is_resume = self._run.is_resume
         # From process 0: other nodes may have an old copy of the checkpoint's metadata cached
-        is_pending = is_resume and start.has_pending_evaluation
-        is_pending = bool(multihost_utils.broadcast_one_to_all(np.int32(is_pending)))
+        is_pending = is_resume and broadcast_from_first(start.has_pending_evaluation) > 0
         is_first = self._run.config.run.eval_at_start and not is_resume
         if is_first:
             self._early_stopping.expect_evaluation()
         if self._has_evaluations and (is_pending or is_first):
             loss = self._evaluate(start.step, state)
             if is_resume:
-                self._out.writer.record_eval(
-                    start.step, loss, early_stopping=self._early_stopping.state
-                )
+                early_stopping = self._early_stopping.state
+                self._out.writer.record_eval(start.step, loss, early_stopping=early_stopping)
         self._is_stopped_early = self._early_stopping.should_stop()
         self._log.restart_clock()
 
@@ -254,23 +239,18 @@ class Loop:
         checkpoints = self._out.checkpoints
         is_last = step == run.spec.num_steps
         # All processes must do this once per step: the schedule communicates
-        is_epoch_end = "epoch" in (config.save_every, config.eval_every) and (
-            run.train_set.is_epoch_end(run.schedule, step - run.start.step)
-        )
-        is_save_epoch = is_epoch_end and config.save_every == "epoch"
-        should_save = checkpoints.is_due(step) or is_last or is_save_epoch
-        is_eval_epoch = is_epoch_end and config.eval_every == "epoch"
-        should_evaluate = self._has_evaluations and is_due(config.eval_every, step)
-        should_evaluate = should_evaluate or is_last or is_eval_epoch
+        should_save = checkpoints.is_due(step) or is_last
+        should_evaluate = is_last or (self._has_evaluations and is_due(config.eval_every, step))
+        if "epoch" in (config.save_every, config.eval_every):
+            is_epoch_end = run.train_set.is_epoch_end(run.schedule, step - run.start.step)
+            should_save |= is_epoch_end and config.save_every == "epoch"
+            should_evaluate |= is_epoch_end and config.eval_every == "epoch"
         should_rank = should_save and run.config.checkpoint.keep_best > 0
         if should_evaluate or (should_rank and config.eval_every is None):
             self._early_stopping.expect_evaluation()
         should_evaluate |= should_rank
         _, last_traced = run.config.logging.profile_steps or (0, 0)
-        is_first = step == run.start.step + 1
-        if not (should_save or should_evaluate or step == last_traced or is_first):
-            if step % COLLECT_EVERY == 0:
-                gc.collect()
+        if not (should_save or should_evaluate or step == last_traced):
             return
         self._log.record_dispatched_step()
         if step == last_traced:
@@ -279,11 +259,8 @@ class Loop:
         self._has_pending_evaluation = should_evaluate
         # Skip the evaluation if the run is being stopped. All processes decide alike: either all of
         # them may dispatch the next step, or none may
-        if (
-            should_evaluate
-            and self._log.can_continue
-            and (is_last or self._preemption.should_dispatch(step + 1))
-        ):
+        can_evaluate = should_evaluate and self._log.can_continue
+        if can_evaluate and (is_last or self._preemption.should_dispatch(step + 1)):
             loss = self._evaluate(step, state)
             self._has_pending_evaluation = False
             self._is_stopped_early = self._early_stopping.should_stop()
@@ -294,12 +271,6 @@ class Loop:
             )
             is_end = is_last or self._is_stopped_early or self._preemption.reason is not None
             self._log.checkpoint_wait_s += checkpoints.save(state, meta, is_last=is_end)
-        gc.collect()
-        if is_first:
-            # A collection in one process delays a step of all. From now on, they collect together
-            # here, and leave out what exists already
-            gc.freeze()
-            gc.disable()
         self._log.restart_clock()
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:
@@ -320,11 +291,9 @@ class Loop:
         )
         began = time.perf_counter()
         lines = []
-        for file, results in (
-            (metrics.EVAL_FILE, self._eval_sets),
-            (metrics.TASKS_FILE, self._tasks),
-        ):
-            for line in results.run(state.master, num_steps=step, on_batch=status.heartbeat):
+        for evaluator in (self._eval_sets, self._tasks):
+            file = metrics.EVAL_FILE if evaluator is self._eval_sets else metrics.TASKS_FILE
+            for line in evaluator.run(state.master, num_steps=step, on_batch=status.heartbeat):
                 lines.append(line)
                 self._out.metrics.write(file, line)
                 print_line(output.format_result(line))
@@ -340,8 +309,7 @@ class Loop:
             try:
                 retrieval.draw_if_possible(self._run.directory, lines)
             except OSError as error:
-                reason = error.strerror
-                distributed.log(f"needle.png: could not be written: {reason}. The run continues")
+                distributed.log(f"needle.png: could not be written: {error.strerror}")
         status.evaluation_s = time.perf_counter() - began
         by_set = {line["data"]: line for line in lines if "data" in line}
         self._early_stopping.record(step, by_set)
@@ -380,10 +348,8 @@ class Loop:
         if self.outcome == "failed":
             raise NeedsAttentionError(self._log.describe_stop(saved_step=step))
         if self.outcome == "stopped":
-            reason = self._preemption.reason
-            print_line(
-                f"stopped by {reason} after step {step}; the same command resumes from there"
-            )
+            text = f"stopped by {self._preemption.reason} after step {step}"
+            print_line(f"{text}; the same command resumes from there")
             return
         if self._is_stopped_early and step < self._run.spec.num_steps:
             print_line(f"stopped early after step {step}: {self._early_stopping.reason}")

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import host_memory
 from jaxsp.core.units import MIB
+from jaxsp.system import device_memory
 
 MIN_OFFLOAD_SIZE = 64 * 1024
 """Minimum elements per layer for a weight to be offloaded; smaller ones stay on the device."""
@@ -41,10 +41,10 @@ def reserve_pool(devices: Sequence[jax.Device], num_bytes: int) -> None:
 
 def build_allocator(device: jax.Device, num_bytes: int) -> jax.stages.Wrapped:
     """Jitted function that allocates `num_bytes` or more in host memory, none of the device."""
-    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=host_memory.MEMORY_KIND)
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=device_memory.MEMORY_KIND)
     shape = (-(-num_bytes // MIB), MIB)
     return jax.jit(
-        lambda: host_memory.to_host(jax.lax.empty(shape, jnp.uint8)), out_shardings=sharding
+        lambda: device_memory.to_host(jax.lax.empty(shape, jnp.uint8)), out_shardings=sharding
     )
 
 
@@ -77,10 +77,12 @@ def update_each_layer(
     """
 
     def move_back(new: Array, old: Array) -> Array:
-        return host_memory.to_host(new) if host_memory.is_on_host(old) else new
+        return device_memory.to_host(new) if device_memory.is_on_host(old) else new
 
     if param.num_layers is None:
-        return jax.tree.map(move_back, function(*host_memory.to_device((target, *inputs))), target)
+        return jax.tree.map(
+            move_back, function(*device_memory.to_device((target, *inputs))), target
+        )
 
     def update_layers(first: Any, target: Any, num_layers: int) -> Any:
         def read(x: Array) -> Array:
@@ -92,7 +94,7 @@ def update_each_layer(
             layers = new[None] if group_size is None else new
             return jax.lax.dynamic_update_slice_in_dim(old, layers, first, 0)
 
-        layer_inputs = host_memory.to_device(jax.tree.map(read, (target, *inputs)))
+        layer_inputs = device_memory.to_device(jax.tree.map(read, (target, *inputs)))
         return jax.tree.map(write, target, function(*layer_inputs))
 
     size = group_size or 1
@@ -108,6 +110,6 @@ def update_each_layer(
 
 def sum_layers(param: Parameter, function: Callable[[Array], Array], x: Array) -> Array:
     """Sum of function(layer) over a weight's layers; those in host memory are copied one by one."""
-    if param.num_layers is None or not host_memory.is_on_host(x):
-        return function(host_memory.to_device(x))
-    return jax.lax.map(lambda layer: function(host_memory.to_device(layer)), x).sum()
+    if param.num_layers is None or not device_memory.is_on_host(x):
+        return function(device_memory.to_device(x))
+    return jax.lax.map(lambda layer: function(device_memory.to_device(layer)), x).sum()

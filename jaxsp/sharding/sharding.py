@@ -1,21 +1,23 @@
-"""Sharding of weights, their all-gather, and the reduce-scatter of their gradients."""
+"""Sharding of weights, their all-gather, the reduce-scatter of their gradients, and broadcasts to
+replicas."""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
 from jaxsp.blocks import float8, layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import axes, host_memory
+from jaxsp.core import axes
 from jaxsp.sharding import host_offload, quantization
 from jaxsp.sharding.quantization import QuantizedMatrix
-from jaxsp.system import device_mesh
+from jaxsp.system import device_memory, device_mesh
 
 MIN_SHARDED_SIZE = 64 * 1024
 """Minimum elements per layer for a weight to be sharded: others are not worth a collective."""
@@ -84,7 +86,7 @@ def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
 def named_sharding(param: Parameter, mesh: Mesh, *, is_on_host: bool = False) -> NamedSharding:
     """Sharding, between steps, of a stacked weight and of optimizer state of its shape."""
     sharding = NamedSharding(mesh, partition_spec(param, device_mesh.num_shards(mesh)))
-    return sharding.with_memory_kind(host_memory.MEMORY_KIND) if is_on_host else sharding
+    return sharding.with_memory_kind(device_memory.MEMORY_KIND) if is_on_host else sharding
 
 
 def padding(param: Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
@@ -163,9 +165,9 @@ class Gather:
         float32 values, the device holds one layer at a time."""
 
         def copy(param: Parameter, value: Any) -> Any:
-            if not param.is_trainable or not host_memory.is_on_host(value):
+            if not param.is_trainable or not device_memory.is_on_host(value):
                 return value
-            cast = lambda x: host_memory.to_device(x).astype(self._dtype(param))
+            cast = lambda x: device_memory.to_device(x).astype(self._dtype(param))
             return cast(value) if param.num_layers is None else jax.lax.map(cast, value)
 
         return jax.tree.map(copy, table, master)
@@ -177,9 +179,11 @@ class Gather:
         def add_scale(param: Parameter, value: Any) -> Any:
             if not param.is_float8 or isinstance(value, QuantizedMatrix):
                 return value
-            find = lambda x: jnp.max(jnp.abs(host_memory.to_device(x).astype(self._dtype(param))))
+            find = lambda x: jnp.max(jnp.abs(device_memory.to_device(x).astype(self._dtype(param))))
             # In host memory, one layer at a time
-            find_all = jax.lax.map if host_memory.is_on_host(value) else lambda f, x: jax.vmap(f)(x)
+            find_all = (
+                jax.lax.map if device_memory.is_on_host(value) else lambda f, x: jax.vmap(f)(x)
+            )
             largest_N = find_all(find, value)
             if choose_placement(param, self.num_shards).dim is not None:
                 largest_N = jax.lax.pmax(largest_N, axes.SHARDS)
@@ -191,14 +195,15 @@ class Gather:
     def cast_once(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
         """Copies shards to the device in the dtypes that `all_gather` casts them to, to be gathered
         many times; outside shard_map. Quantized shards, and those that need no copy, stay."""
-        return jax.tree.map(self._cast_once, table, master)
 
-    def _cast_once(self, param: Parameter, value: Any) -> Any:
-        if isinstance(value, QuantizedMatrix):
-            return value
-        on_device = host_memory.to_device(value)
-        dtype = self._dtype(param)
-        return on_device if on_device.dtype == dtype else on_device.astype(dtype)
+        def cast(param: Parameter, value: Any) -> Any:
+            if isinstance(value, QuantizedMatrix):
+                return value
+            on_device = device_memory.to_device(value)
+            dtype = self._dtype(param)
+            return on_device if on_device.dtype == dtype else on_device.astype(dtype)
+
+        return jax.tree.map(cast, table, master)
 
     def gather_once(
         self, table: layers.Weights, master: layers.Weights, mesh: Mesh
@@ -209,7 +214,7 @@ class Gather:
         gather = jax.jit(remove_padding, static_argnums=0, out_shardings=whole)
         # one after another, so that few cast shards are in memory
         return jax.tree.map(
-            lambda param, value: gather(param, self._cast_once(param, value)), table, master
+            lambda param, value: gather(param, self.cast_once(param, value)), table, master
         )
 
     def for_whole(self) -> "Gather":
@@ -229,7 +234,7 @@ class Gather:
 
         Raises: TypeError when it is differentiated; `gather(param, shard)` is differentiable.
         """
-        stored = host_memory.to_device(shard.value)
+        stored = device_memory.to_device(shard.value)
         dtype = self._dtype(param)
         scale = None
         if isinstance(stored, float8.ScaledMatrix):
@@ -317,7 +322,7 @@ class Gather:
     def _move_gradient(self, param: Parameter, gradient: Array) -> Array:
         """Moves the gradient of a trained weight to host memory, if it belongs there."""
         is_on_host = self.gradients_on_host and host_offload.should_offload_gradient(param)
-        return host_memory.to_host(gradient) if is_on_host else gradient
+        return device_memory.to_host(gradient) if is_on_host else gradient
 
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array
@@ -338,7 +343,7 @@ class Gather:
                 with jax.named_scope(WEIGHTS_SCOPE):
                     return jax.lax.psum(gradient, other_axes) / divisor
 
-            if host_memory.is_on_host(gradient):
+            if device_memory.is_on_host(gradient):
                 return host_offload.update_each_layer(param, sum_and_divide, gradient)
             return sum_and_divide(gradient)
 
@@ -374,3 +379,80 @@ def describe(table: layers.Weights, num_shards: int) -> str:
         num_bytes = sum(shard_bytes(param, num_shards) for param in small)
         text += f", except {num_bytes / 2**20:.1f} MiB of small ones that every device holds"
     return text
+
+
+# Arrays that one replica reads from storage and the others receive over the devices. Otherwise each
+# of 128 replicas would read the whole model, and the whole state, at the same time.
+
+
+def find_readers(mesh: Mesh) -> set[jax.Device]:
+    """Devices whose shards are read: those of replica 0, or all if no process would read less."""
+    first = {*mesh.devices[0].flat}  # the replica axis is the first
+    every = {*mesh.devices.flat}
+    is_shared = {x.process_index for x in first} != {x.process_index for x in every}
+    return first if is_shared else every
+
+
+def is_broadcast(mesh: Mesh) -> bool:
+    """True if only replica 0 reads; all processes must then call `broadcast` together."""
+    return len(find_readers(mesh)) < mesh.size
+
+
+def on_first_replica(place: NamedSharding) -> NamedSharding:
+    """The same sharding on the devices of replica 0 only."""
+    mesh = place.mesh
+    assert isinstance(mesh, Mesh), "of devices"
+    first = Mesh(mesh.devices[:1], mesh.axis_names, axis_types=mesh.axis_types)
+    return NamedSharding(first, place.spec, memory_kind=place.memory_kind)
+
+
+def broadcast(like: Any, place: NamedSharding, shards: Sequence[Array]) -> Array:
+    """An array from the shards of replica 0.
+
+    Args:
+        like: its shape and dtype.
+        shards: those of this process's devices in replica 0, in the memory of the device or host;
+            empty if it has none there.
+    Memory: on each device, twice its shard in addition to the result.
+    """
+    mesh = place.mesh
+    assert isinstance(mesh, Mesh), "of devices"
+    shape = like.shape or (1,)
+    # Each replica has an array of its own, below each other
+    dims: list[Any] = [*place.spec, *[None] * (len(shape) - len(place.spec))]
+    first, *others = dims
+    first_axes = first if isinstance(first, tuple) else (first,)
+    inner = [axis for axis in first_axes if axis is not None]
+    spread = NamedSharding(mesh, PartitionSpec((axes.REPLICA, *inner), *others))
+    global_shape = (mesh.shape[axes.REPLICA] * shape[0], *shape[1:])
+    by_device = {}
+    for shard in shards:
+        device: Any = shard.device
+        memory = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+        by_device[device] = jax.device_put(shard, memory).reshape(shard.shape or (1,))
+    for device in spread.addressable_devices - by_device.keys():
+        shape_on_device = spread.shard_shape(global_shape)
+        by_device[device] = jnp.zeros(shape_on_device, like.dtype, device=device)
+    arrays = [by_device[d] for d in spread.addressable_devices_indices_map(global_shape)]
+    given = jax.make_array_from_single_device_arrays(global_shape, spread, arrays)
+    result = jax.block_until_ready(_build_broadcast(spread, place, like.shape)(given))
+    given.delete()
+    return result
+
+
+@functools.cache  # most arrays of a model have the shape of another one
+def _build_broadcast(
+    spread: NamedSharding, place: NamedSharding, shape: tuple[int, ...]
+) -> Callable[[Array], Array]:
+    """Jitted function that returns the array of replica 0, where those of the others are zeros."""
+
+    def add(x: Array) -> Array:
+        # Bits, because a sum of numbers turns -0.0 into 0.0. NCCL does not add 16 bits
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        wide = bits.astype(jnp.uint32) if x.dtype.itemsize == 2 else bits
+        total = jax.lax.psum(wide, axes.REPLICA).astype(bits.dtype)
+        return jax.lax.bitcast_convert_type(total, x.dtype)
+
+    out_spec = place.spec if shape else PartitionSpec(None)
+    on_mesh = jax.shard_map(add, mesh=spread.mesh, in_specs=spread.spec, out_specs=out_spec)
+    return jax.jit(lambda x: on_mesh(x).reshape(shape), out_shardings=place)

@@ -1,4 +1,4 @@
-"""Memory of this run's devices and of their hosts."""
+"""Memory of this run's devices and of their hosts, and copies between them inside jit."""
 
 import functools
 import math
@@ -9,8 +9,28 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import Array
 
 from jaxsp.system import cluster, distributed, hardware
+
+MEMORY_KIND = "pinned_host"  # memory kind of a sharding whose arrays are in host memory
+
+
+def is_on_host(x: Array) -> bool:
+    """True if an array is in host memory, which is part of its type."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def to_device(tree: Any) -> Any:
+    """Copies arrays to the device, unless they are there."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, tree
+    )
+
+
+def to_host(tree: Any) -> Any:
+    """Copies arrays to host memory."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
 
 
 class MemoryLimit(NamedTuple):

@@ -1,13 +1,54 @@
-"""The device mesh: replica x data x seq."""
+"""The device mesh, replica x data x seq, and its config."""
 
 import platform
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
-import jax
+import pydantic
 
+from jaxsp.config.fields import (
+    HERE,
+    MAX_COUNT,
+    ConfigSection,
+    CountOrAuto,
+    PositiveCount,
+    with_examples,
+)
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
-from jaxsp.system.mesh_config import MeshConfig
+
+if TYPE_CHECKING:  # jax is imported in functions, because the config is read without it
+    import jax
+
+
+class MeshConfig(ConfigSection):
+    """Device mesh of replica x data x seq devices."""
+
+    replica: PositiveCount = 1
+    """Number of replicas. Weights are sharded over data x seq and repeated over replica."""
+    data: Annotated[int, pydantic.Field(ge=-1, le=MAX_COUNT)] = -1
+    """Number of sequence-parallel groups in a replica, each with its own rows. -1: as many as the
+    devices allow."""
+    seq: Annotated[CountOrAuto, with_examples(4)] = 1
+    """Number of devices that share each row (degree of sequence parallelism). auto: the number with
+    which a step recomputes least (memory.remat) by the memory formula, of several the smallest;
+    groups larger than a node of 8 only to save attention. It requires mesh.data=-1."""
+    virtual_cpu_devices: Annotated[PositiveCount | None, with_examples(8)] = None
+    """Number of devices to split the CPU into, for trying a mesh without GPUs. It has no effect
+    with an accelerator."""
+
+    def find_problems(self) -> Iterator[str]:
+        if self.data == 0:
+            yield f"{HERE}.data = 0: must be -1 or at least 1. Use {HERE}.data=-1."
+        if self.seq == "auto" and self.data != -1:
+            yield f"{HERE}.seq = auto: {HERE}.data follows from it. Use {HERE}.data=-1."
+
+    @property
+    def degree(self) -> int:
+        """Number of devices that share each row, after `auto` is resolved."""
+        assert isinstance(self.seq, int), "planning/candidates.py resolves it"
+        return self.seq
 
 
 def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -31,12 +72,14 @@ def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
     return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.degree}
 
 
-def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Builds a mesh with these axis sizes.
+def make_mesh(sizes: dict[str, int], devices: Any = None) -> "jax.sharding.Mesh":
+    """Builds a mesh with these axis sizes, of these devices or of all.
 
     Devices of a sequence-parallel group are neighbors. So `seq` stays within a node if it divides
     the node's devices, and spans as few nodes as possible if not.
     """
+    import jax
+
     devices = jax.devices() if devices is None else devices
     if devices[0].platform == "gpu":
         # jax.devices() has the order of processes, which SLURM may deal to the nodes in turn. XLA
@@ -48,19 +91,21 @@ def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) ->
     return jax.make_mesh(lengths, axes.ALL, axis_types=types, devices=devices)
 
 
-def num_groups(mesh: jax.sharding.Mesh) -> int:
+def num_groups(mesh: "jax.sharding.Mesh") -> int:
     """Number of sequence-parallel groups."""
     return mesh.shape[axes.REPLICA] * mesh.shape[axes.DATA]
 
 
-def num_shards(mesh: jax.sharding.Mesh) -> int:
+def num_shards(mesh: "jax.sharding.Mesh") -> int:
     """Number of shards that a sharded weight has."""
     return mesh.shape[axes.DATA] * mesh.shape[axes.SEQ]
 
 
-def describe(mesh: jax.sharding.Mesh) -> tuple[str, str]:
+def describe(mesh: "jax.sharding.Mesh") -> tuple[str, str]:
     """Describes the devices of a mesh, with the versions of JAX and Python; and its axes, with what
     its groups do."""
+    import jax
+
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     if jax.process_count() > 1:
         devices += f" in {jax.process_count()} processes"

@@ -14,16 +14,16 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from jaxsp.core import errors, exit_codes
-from jaxsp.core.errors import UserError
-from jaxsp.system import cluster, hardware, standard_streams
+from jaxsp.core import errors
+from jaxsp.core.errors import ExitCode, UserError
+from jaxsp.system import cluster, hardware, output
 from jaxsp.system.cluster import Process
 
 # jax is imported in functions: every command imports this module, also those that print a help.
 
 JOIN_TIMEOUT_S = 300  # for all processes of a job: nodes pull their images minutes apart
 SHUTDOWN_TIMEOUT_S = 1200  # a finished process waits for others, which may still be writing
-POLL_INTERVAL_S = 0.5  # time between two reads of what the other processes have published
+POLL_S = 0.5  # time between two reads of what the other processes have published
 OWN_ERROR_GRACE_S = 1.0  # for a process to print its own message for an error that ends another too
 
 MAX_POLLS_PER_S = 200
@@ -56,7 +56,7 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
     Call it after jax_platform.choose_platform and before JAX counts devices. If the other processes
     do not join in time, JAX aborts this one.
     """
-    global this_process, _kv_client
+    global this_process, _kv_client, _stdout_fd
     this_process = process
     if process.num_processes == 1:
         return
@@ -67,46 +67,39 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
     num_gpus = hardware.count_gpus(os.environ)
     local_gpus = cluster.choose_local_gpus(process, num_gpus)
     if num_gpus == 0:
-        _discard_gloo_output()
+        # Gloo, which connects CPU devices, prints a line for each group of processes to file
+        # descriptor 1, in the middle of other lines, and has no option for that
+        sys.stdout.flush()
+        _stdout_fd = os.dup(1)
+        sys.stdout = output.open_output(_stdout_fd, sys.stdout)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.close(null)
+    address = process.coordinator
     # JAX would listen on every network; the processes of one node need only the local one
-    is_one_node = process.coordinator.rpartition(":")[0] in ("127.0.0.1", "localhost")
+    is_one_node = (address or "").rpartition(":")[0] in ("127.0.0.1", "localhost")
     try:
         jax.distributed.initialize(
-            process.coordinator,
+            address,
             process.num_processes,
             process.index,
             local_device_ids=local_gpus,
-            cluster_detection_method="deactivate",  # see cluster.py
-            coordinator_bind_address=process.coordinator if is_one_node else None,
+            cluster_detection_method=process.launcher,
+            coordinator_bind_address=address if is_one_node else None,
             initialization_timeout=int(timeout_s),
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         )
     except jax.errors.JaxRuntimeError as error:
         # The other processes end at the end of their time limit
         raise UserError(
-            f"{process.coordinator}: processes cannot connect: {str(error).splitlines()[0]}. "
-            "Use a host name of process 0 and a free port."
+            f"{address or process.launcher}: processes cannot connect: {errors.first_line(error)}. "
+            "Set MASTER_ADDR to a host name of process 0, and MASTER_PORT to a free port."
         ) from None
     from jax._src import distributed  # the store has no public name
 
     _kv_client = distributed.global_state.client
     _disconnected.clear()
     threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
-
-
-def _discard_gloo_output() -> None:
-    """Discards what is not printed through sys.stdout.
-
-    Gloo, which connects CPU devices, prints a line for each group of processes to file descriptor
-    1, in the middle of other lines, and has no option for that.
-    """
-    global _stdout_fd
-    sys.stdout.flush()
-    _stdout_fd = os.dup(1)
-    sys.stdout = standard_streams.open_output(_stdout_fd, sys.stdout)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
 
 
 def publish(key: str, value: str) -> None:
@@ -134,7 +127,7 @@ def last_read(key: str) -> dict[int, str]:
     return _events.get(key, {})
 
 
-def poll_interval_s(shortest_s: float = POLL_INTERVAL_S) -> float:
+def poll_interval_s(shortest_s: float = POLL_S) -> float:
     """Seconds between two reads of what others have published: 5.1 with 1,024 processes."""
     return max(shortest_s, this_process.num_processes / MAX_POLLS_PER_S)
 
@@ -164,8 +157,7 @@ def log(text: str) -> None:
 def log_stacks(text: str) -> None:
     """Prints a text and the stack of every thread of this process."""
     log(text)
-    has_memfd = hasattr(os, "memfd_create")  # conda's Python has none
-    with open(os.memfd_create("jaxsp"), "w+b") if has_memfd else tempfile.TemporaryFile() as file:
+    with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         log(file.read().decode(errors="replace"))
@@ -205,7 +197,7 @@ def exit_now(code: int, *, key: str = _EXITED_KEY) -> NoReturn:
             while this_process.index == 0 and num_ended < this_process.num_processes:
                 events = read_folder("event")
                 num_ended = len(events.get(_FAILED_KEY, {}) | events.get(_EXITED_KEY, {}))
-                time.sleep(POLL_INTERVAL_S / 5)
+                time.sleep(POLL_S / 5)
 
     # In a thread, because a process 0 that is suspended does not answer
     announcement = threading.Thread(target=announce, daemon=True)
@@ -240,6 +232,6 @@ def _watch_peers() -> None:
         time.sleep(OWN_ERROR_GRACE_S)
         index, code = failed
         # the stacks show which process is stuck
-        show = log_stacks if code == exit_codes.HUNG else log
+        show = log_stacks if code == ExitCode.HUNG else log
         show(f"ends because process {index} has failed, with exit code {code}")
         exit_now(code)

@@ -1,14 +1,23 @@
 """Platform that JAX runs on, GPUs or virtual CPU devices, and its cache of compiled programs."""
 
+import contextlib
+import ctypes
+import importlib.util
 import os
+import pathlib
 from collections.abc import MutableMapping, Sequence
 
-import jax
-
-from jaxsp.core import errors, paths
+from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import GIB
 from jaxsp.system import distributed, hardware
+
+# jax is imported in functions: load_plugin_quietly comes before
+
+_PLUGINS = (
+    *("jax_cuda12_plugin", "jax_cuda13_plugin"),
+    *("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
+)
 
 CPU_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
@@ -46,6 +55,39 @@ MIN_CPU_RELEASE = (0, 12, 0)
 1,000 columns for each kernel that it reads (jax issue 38445)."""
 
 
+def load_plugin_quietly() -> None:
+    """Loads the libraries of JAX's CUDA plugin on a machine without NVIDIA GPUs.
+
+    Four of them print two lines each when they are loaded, at `import jax` and when JAX looks for
+    devices. No setting prevents it, and libraries that are loaded already print nothing then. This
+    takes 25 ms, most of which JAX saves later. Call it before `import jax`. What goes wrong is
+    reported when JAX loads them.
+    """
+    if hardware.count_gpus(os.environ) > 0:
+        return
+    libraries: list[pathlib.Path] = []
+    for name in _PLUGINS:
+        with contextlib.suppress(ModuleNotFoundError):  # jax_plugins
+            spec = importlib.util.find_spec(name)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                libraries += sorted(pathlib.Path(folder).glob("[_x]*.so"))
+    if not libraries:
+        return
+    level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
+    # They read it when they are loaded. Without GPUs only plans use them, which sets it too
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as null:  # stderr may be closed
+        stderr = os.dup(2)
+        os.dup2(null.fileno(), 2)
+        for library in libraries:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(library))
+        os.dup2(stderr, 2)
+        os.close(stderr)
+    if level is None:
+        del os.environ["TF_CPP_MIN_LOG_LEVEL"]
+
+
 def choose_platform(
     *,
     virtual_cpu_devices: int | None,
@@ -65,6 +107,8 @@ def choose_platform(
         outside_bytes: memory of each GPU that CUDA and NCCL need.
     Raises: UserError if the processes cannot have the same number of devices.
     """
+    import jax
+
     has_gpu = hardware.count_gpus(os.environ) > 0
     if not has_gpu:
         if not os.environ.get("JAX_PLATFORMS"):
@@ -115,6 +159,8 @@ def enable_cache(setting: str | None, *, num_processes: int = 1) -> None:
     Args: setting: run.compilation_cache.
     Raises: UserError for a folder that cannot be written.
     """
+    import jax
+
     if setting is None:
         jax.config.update("jax_enable_compilation_cache", False)
         return
@@ -127,25 +173,22 @@ def enable_cache(setting: str | None, *, num_processes: int = 1) -> None:
         is_automatic = is_own or (num_processes == 1 and has_cache)
         if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not is_automatic:
             return
+        folder = files.cache_dir() / "programs"
+    else:
+        with at("run.compilation_cache", setting):
+            if files.is_url(setting):
+                raise UserError("must be a folder of this machine. Use auto.")
+            folder = files.expand_user(setting)
     try:
-        if setting == "auto":
-            folder = paths.cache_dir() / "programs"
-        else:
-            with at("run.compilation_cache", setting):
-                if paths.is_url(setting):
-                    raise UserError("must be a folder of this machine. Use auto.")
-                folder = paths.expand_user(setting)
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied", str(folder))
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        if setting == "auto" or not isinstance(error, OSError):
-            distributed.log(f"run.compilation_cache: compiled programs are not kept: {error}")
+    except OSError as error:
+        problem = f"run.compilation_cache = {setting}: cannot be written: {error.strerror}"
+        if setting == "auto":
+            distributed.log(f"{problem}. Compiled programs are not kept")
             return
-        raise UserError(
-            f"run.compilation_cache = {setting}: cannot be written: {error.strerror}. "
-            "Name another folder, or null for none."
-        ) from None
+        raise UserError(f"{problem}. Name another folder, or null for none.") from None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
         jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)

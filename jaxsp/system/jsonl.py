@@ -54,9 +54,8 @@ class AppendFile:
         """Writes the remaining records, and prints how much is lost if that is not possible."""
         self._write()
         if self._error is not None:
-            distributed.log(
-                f"{self._path}: {len(self._pending):,} bytes ARE LOST: {self._error.strerror}"
-            )
+            lost = f"{len(self._pending):,} bytes ARE LOST: {self._error.strerror}"
+            distributed.log(f"{self._path}: {lost}")
         self._close_file()
 
     def _write(self) -> None:
@@ -64,27 +63,11 @@ class AppendFile:
             if self._file is None:
                 self._file = self._open()
             with _lock(self._file):
-                end = self._file.seek(0, os.SEEK_END)
-                if self._partial_begin is not None:
-                    # unless another process has appended a line since
-                    if self._partial_begin < end <= self._partial_begin + len(self._pending):
-                        end = self._file.truncate(self._partial_begin)
-                    self._partial_begin = None
-                num_written = 0
-                try:
-                    while num_written < len(self._pending):
-                        num_written += self._file.write(self._pending[num_written:])
-                except OSError:
-                    self._partial_begin = end
-                    self._file.truncate(end)
-                    self._partial_begin = None
-                    raise
-                self._pending.clear()
+                self._write_pending(self._file)
         except OSError as error:
             if self._error is None:
-                distributed.log(
-                    f"{self._path} CANNOT BE WRITTEN: {error.strerror}. Records wait in memory"
-                )
+                problem = f"CANNOT BE WRITTEN: {error.strerror}. Records wait in memory"
+                distributed.log(f"{self._path} {problem}")
             self._error = error
             if error.errno not in files.DISK_FULL_ERRNOS:
                 self._close_file()  # its handle may be stale
@@ -92,6 +75,24 @@ class AppendFile:
         if self._error is not None:
             distributed.log(f"{self._path} is written again, and no record is missing")
         self._error = None
+
+    def _write_pending(self, file: IO[bytes]) -> None:
+        end = file.seek(0, os.SEEK_END)
+        if self._partial_begin is not None:
+            # unless another process has appended a line since
+            if self._partial_begin < end <= self._partial_begin + len(self._pending):
+                end = file.truncate(self._partial_begin)
+            self._partial_begin = None
+        num_written = 0
+        try:
+            while num_written < len(self._pending):
+                num_written += file.write(self._pending[num_written:])
+        except OSError:
+            self._partial_begin = end
+            file.truncate(end)
+            self._partial_begin = None
+            raise
+        self._pending.clear()
 
     def _open(self) -> IO[bytes]:
         return self._path.open("ab", buffering=0)
@@ -144,7 +145,6 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
     kept: list[bytes] = []
     steps: list[int] = []
     damaged: list[bytes] = []
-    step_before = 0  # of the last line before the first damaged one
     for line in lines:
         fields = files.parse_json(line) if line.endswith(b"\n") else None
         line_step = (fields or {}).get("step")
@@ -152,21 +152,18 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
             # the last line of a killed run may be incomplete
             match = re.match(rb'{"step": (\d+),', line)
             if line.endswith(b"\n") or (match and float(match[1]) <= step):
-                step_before = step_before if damaged else max(steps, default=0)
-                damaged.append(line)
+                damaged.append(line.rstrip(b"\r\n") + b"\n")
         elif line_step <= step:
             kept.append(line)
             steps.append(line_step)
     if damaged:
         copy = path.with_name(f"{path.name}{DAMAGED_SUFFIX}")
         with copy.open("ab") as file:
-            file.writelines(line.rstrip(b"\r\n") + b"\n" for line in damaged)
+            file.writelines(damaged)
             file.flush()
             os.fsync(file.fileno())
-        distributed.log(
-            f"{path}: {len(damaged)} of {len(lines)} lines are damaged, and now in {copy.name}. "
-            f"The first follows the line of step {step_before}"
-        )
+        number = f"{len(damaged)} of {len(lines)} lines"
+        distributed.log(f"{path}: {number} are damaged, and now in {copy.name}")
     distances = (after - before for before, after in itertools.pairwise(steps[-10:]))
     if has_regular_steps and steps and step - steps[-1] >= max([1, *distances]):
         distributed.log(f"{path}: ends at step {steps[-1]}, but the checkpoint is of step {step}")

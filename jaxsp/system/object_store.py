@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxsp.core import durations, files
+from jaxsp.core import files, units
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.system import distributed, redaction
+from jaxsp.system import distributed, output
 
 WAIT_S = 5.0  # between two attempts; s3fs and gcsfs also wait before they report a failure
 _NUM_TRANSFERS = 4  # files at a time: parts of each are in memory
@@ -28,7 +28,7 @@ def _request(method: Callable) -> Callable:
             except UserError:
                 raise
             except Exception as error:  # the libraries have no common class of errors
-                text = redaction.redact(str(error)).strip().partition("\n")[0][:300].rstrip(" .:")
+                text = output.redact(str(error)).strip().partition("\n")[0][:300].rstrip(" .:")
                 reason = f"cannot be used: {text or type(error).__name__}"
                 is_permanent = isinstance(error, FileNotFoundError | PermissionError)
             is_permanent = is_permanent and not self.is_in_run  # credentials may be renewed
@@ -39,7 +39,7 @@ def _request(method: Callable) -> Callable:
                     raise NeedsAttentionError(f"{self.url}: {reason}. {self.advice}")
                 raise UserError(f"{reason}. {self.advice}")
             if is_first:
-                limit = durations.describe(self.patience_s)
+                limit = units.format_seconds(self.patience_s)
                 distributed.log(f"{self.url}: {reason}. Trying again for {limit}")
             time.sleep(WAIT_S)
 

@@ -1,8 +1,9 @@
 """Graceful shutdown on a signal or after run.stop_after.
 
 All processes stop after the same step and write a checkpoint.
-`jax.experimental.multihost_utils.reached_preemption_sync_point` is not used: it reacts to SIGTERM
-only, and neither ends a run before its first step, nor one whose checkpoint would take too long.
+`jax.experimental.multihost_utils.reached_preemption_sync_point` is not used. With JAX's service,
+SIGTERM does not end a process that has not started training (test_distributed.py fails), nor does a
+second one (test_preemption.py); SIGINT, SIGHUP and run.stop_after are unknown to it.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxsp.core import durations
+from jaxsp.core import units
 from jaxsp.system import distributed
 from jaxsp.system.watchdog import RunStatus
 
@@ -35,7 +36,7 @@ _STOP_AFTER = "run.stop_after"
 
 class ProcessProgress(NamedTuple):
     """Progress of a process at the time of a stop request, with expected seconds.
-    It then dispatches no further step until all processes have published their progress."""
+    It dispatches no further step until all processes have published theirs."""
 
     num_dispatched: int  # since step 0; 0 before the first step of this run
     remaining_s: float  # until the dispatched steps are finished and a checkpoint is written
@@ -115,10 +116,9 @@ class Preemption:
         """Thread: reads signals, run.stop_after and requests of other processes, and decides the
         stop step; also after process 0 did not answer."""
         while not self._closed.is_set():
-            interval_s = distributed.POLL_INTERVAL_S
-            if self.reason is not None:
-                # _decide_stop_step asks process 0, which answers a limited number of reads
-                interval_s = distributed.poll_interval_s()
+            # A decision asks process 0, which answers a limited number of reads
+            is_deciding = self.reason is not None
+            interval_s = distributed.poll_interval_s() if is_deciding else distributed.POLL_S
             ready, _, _ = select.select([signal_fd], [], [], interval_s)
             numbers = os.read(signal_fd, 64) if ready else b""
             try:
@@ -127,7 +127,7 @@ class Preemption:
                         self._handle_signal(signal.Signals(number))
                 if self.reason is None and self.stop_after is not None:
                     if time.monotonic() - self._start_time >= self.stop_after.total_seconds():
-                        text = f"{_STOP_AFTER} = {durations.to_text(self.stop_after)}"
+                        text = f"{_STOP_AFTER} = {units.format_duration(self.stop_after)}"
                         self._hold_dispatch(text, is_own=True)
                 requests = distributed.last_read(distributed.STOP_KEY)
                 if self.reason is None and requests:
@@ -149,10 +149,7 @@ class Preemption:
             self._signal_time = now
         elif number != signal.SIGHUP and now - self._signal_time > SAME_SIGNAL_S:
             distributed.log(f"ended by a second {number.name}")
-            code = 128 + number
-            if distributed.this_process.index == 0:
-                os._exit(code)  # JAX ends the others when process 0 is gone
-            distributed.abort_job(code)
+            distributed.abort_job(128 + number)
         if self.reason is None:
             self._hold_dispatch(number.name, is_own=True)
 
@@ -199,37 +196,25 @@ class Preemption:
             if each.num_dispatched or not last
         )
         is_kill_expected = any(each.is_kill_expected for each in all_progress)
-        is_early = True
+        is_too_late = is_kill_expected and remaining_s > self.shutdown_grace.total_seconds()
         if not last:
-            message = f"stopped by {reason} before the first step: nothing is lost"
-        elif is_kill_expected and remaining_s > self.shutdown_grace.total_seconds():
-            grace = durations.to_text(self.shutdown_grace)
+            message = "ended before the first step: nothing is lost"
+        elif is_too_late:
             message = (
-                f"stopped by {reason} immediately: the dispatched steps and a checkpoint would "
-                f"take about {remaining_s:.0f} s, and run.shutdown_grace is {grace}. "
-                f"{self.describe_loss(last)}"
+                "ended immediately: the dispatched steps and a checkpoint would take about "
+                f"{remaining_s:.0f} s, and run.shutdown_grace is "
+                f"{units.format_duration(self.shutdown_grace)}. {self.describe_loss(last)}"
             )
         else:
-            is_early = False
-            message = stop_message(reason, stop_step=last, remaining_s=remaining_s)
+            message = (
+                f"stopping after step {last}, then writing a checkpoint (about "
+                f"{units.format_seconds(round(remaining_s))}); a second signal, such as Ctrl-C, "
+                "ends the run immediately without one"
+            )
         if process.index == 0:
-            distributed.log(message)
-        if is_early:
+            distributed.log(f"{reason}: {message}")
+        if not last or is_too_late:
             distributed.exit_now(0)
         with self._condition:
             self._stop_step = last
             self._condition.notify_all()
-
-
-def stop_message(reason: str, *, stop_step: int, remaining_s: float) -> str:
-    prefix = "" if reason == signal.SIGINT.name else f"{reason}: "
-    repeat = "Ctrl-C" if prefix else "Ctrl-C again"
-    if reason.startswith(signal.SIGTERM.name):
-        repeat = "a second SIGTERM"
-    elif reason.startswith(signal.SIGHUP.name):
-        repeat = "SIGTERM"
-    about = f" (about {durations.describe(round(remaining_s))})" if remaining_s >= 1 else ""
-    return (
-        f"{prefix}stopping after step {stop_step}, then writing a checkpoint{about}; "
-        f"{repeat} ends the run immediately without one"
-    )

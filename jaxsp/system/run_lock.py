@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Iterator
 
-from jaxsp.core import files, paths
+from jaxsp.core import files
 from jaxsp.core.errors import UserError, at
 
 CONFIG_FILE = "config.yaml"  # file that marks a run directory: once it exists, the run has started
@@ -50,7 +50,7 @@ def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None
     import jax  # the names of the files are needed without it
 
     with at("run.directory", folder):
-        paths.check_folder(folder)
+        files.check_folder(folder)
     resolved = folder.resolve()
     if jax.process_index() > 0 or resolved in _locked_dirs:
         yield
@@ -115,16 +115,15 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
             "two runs could write to it at the same time. Use a folder on another file system, or "
             "mount this one with locks (Lustre: -o flock)."
         ) from None
-    description = ""  # pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)
-    if holder:
+    description = ""
+    if holder:  # pid 123 on node-7 since 2026-03-01 13:05:00, SLURM job 7, a.yaml
         since = str(holder.get("began"))[:19].replace("T", " ")
-        details = [f"SLURM job {holder['job']}"] if holder.get("job") else []
-        details += [holder["config"]] if holder.get("config") else []
         description = f"pid {holder.get('pid')} on {holder.get('host')} since {since}"
-        description += f" ({', '.join(details)})" if details else ""
+        description += f", SLURM job {holder['job']}" if holder.get("job") else ""
+        description += f", {holder['config']}" if holder.get("config") else ""
     if holder and not is_in_use and holder.get("host") != platform.node():
-        text = f"{folder}: waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of {description}"
-        print(text, flush=True)
+        wait = f"waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of {description}"
+        print(f"{folder}: {wait}", flush=True)
         before = files.read_json(folder / HEARTBEAT_FILE)
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
         while time.monotonic() < deadline and not is_in_use:

@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from jaxsp.core import durations, exit_codes, files
+from jaxsp.core import files, units
+from jaxsp.core.errors import ExitCode
 from jaxsp.system import distributed
 
 HEARTBEAT_INTERVAL_S = 5.0  # time between two heartbeats, and between two checks for progress
@@ -28,11 +29,6 @@ MESSAGE_TIMEOUT_S = 10.0  # time limit for printing the stacks of a process that
 MIN_TIMEOUT_S = 600.0
 TIMEOUT_FACTOR = 10  # multiple of the expected time
 MAX_TIMEOUT_S = 86_400.0  # limit for a step whose duration is unknown
-
-MIN_CPU_USE = 0.05
-"""Minimum CPU seconds per second of a process whose CPU devices compute. Threads that all wait for
-each other use none: XLA may run independent collectives in different orders on different devices.
-"""
 
 _MIN_WRITTEN_BYTES = 2**20
 """Bytes written between two checks that count as progress of a write; heartbeats are smaller."""
@@ -51,9 +47,7 @@ class Activity:
     is_watched: bool = True
     """True if the next sign of progress has a time limit."""
     expected_s: float | None = None
-    """Seconds from one sign of progress to the next."""
-    estimated_s: float | None = None
-    """Upper estimate of these seconds by arithmetic, where they are unknown."""
+    """Seconds from one sign of progress to the next, at most; None: unknown."""
     is_writing: bool = False
     """True if bytes written to files are progress."""
     duration_s: float | None = None
@@ -114,11 +108,11 @@ class RunStatus:
         self.activity = Activity(description=description, expected_s=self.step_s or None)
 
     def dispatched(self, *, estimated_s: float | None = None) -> None:
-        """Records the dispatch of a step, which starts when the step before it is finished."""
+        """Records the dispatch of a step, which starts when the step before it is finished.
+        Args: estimated_s: upper estimate of its duration, for the first one."""
         self._num_running += 1
         if self._num_running == 1:  # it has started already
-            self.activity.estimated_s = estimated_s
-            self.activity.expected_s = self.step_s or None
+            self.activity.expected_s = self.step_s or estimated_s
 
     def finished(self, step: int, seconds: float) -> None:
         """Records the end of a step, and its duration."""
@@ -151,7 +145,6 @@ class RunStatus:
         return max(0.0, activity.last_progress + expected_s - time.monotonic())
 
 
-@dataclasses.dataclass(eq=False)
 class Watchdog:
     """Context in which a thread checks the status of a run for progress.
 
@@ -160,29 +153,30 @@ class Watchdog:
     detect it, and the heartbeat stops.
     """
 
-    status: RunStatus
-    _: dataclasses.KW_ONLY
-    step_timeout: timedelta | None = None
-    heartbeat_file: pathlib.Path | None = None
-    has_cpu_devices: bool = False
-    """JAX's devices are CPUs, all of this process. A step of unknown duration, such as the first,
-    then makes progress as long as this process uses CPU time."""
-
-    _closed: threading.Event = dataclasses.field(init=False, default_factory=threading.Event)
-    _threads: list[threading.Thread] = dataclasses.field(init=False, default_factory=list)
-    _interval_s: float = dataclasses.field(init=False, default=HEARTBEAT_INTERVAL_S)
-    _bytes_written: int = dataclasses.field(init=False, default=0)
-    _cpu_s: float = dataclasses.field(init=False, default_factory=time.process_time)
+    def __init__(
+        self,
+        status: RunStatus,
+        *,
+        step_timeout: timedelta | None = None,
+        heartbeat_file: pathlib.Path | None = None,
+    ):
+        self.status = status
+        self.step_timeout = step_timeout
+        self._closed = threading.Event()
+        self._bytes_written = 0
+        self._interval_s = HEARTBEAT_INTERVAL_S
+        if step_timeout is not None:
+            self._interval_s = min(self._interval_s, step_timeout.total_seconds() / 4)
+        calls = [self._watch]
+        if heartbeat_file is not None:  # in a thread that an unresponsive disk may block
+            calls.append(functools.partial(self._write_heartbeats, heartbeat_file))
+        self._threads = [
+            threading.Thread(target=call, name="watchdog", daemon=True) for call in calls
+        ]
 
     def __enter__(self) -> "Watchdog":
-        if self.step_timeout is not None:
-            self._interval_s = min(self._interval_s, self.step_timeout.total_seconds() / 4)
-        calls = [self._watch]
-        if self.heartbeat_file is not None:  # in a thread that an unresponsive disk may block
-            calls.append(functools.partial(self._write_heartbeats, self.heartbeat_file))
-        for call in calls:
-            self._threads.append(threading.Thread(target=call, name="watchdog", daemon=True))
-            self._threads[-1].start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -198,15 +192,10 @@ class Watchdog:
             return math.inf, ""
         if self.step_timeout is not None:
             return self.step_timeout.total_seconds(), "run.step_timeout"
-        if activity.expected_s is not None:
-            rule = f"{TIMEOUT_FACTOR} times the expected time"
-            return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s), rule
-        rule = "no step has finished"
-        if self.has_cpu_devices:  # the minimum is enough, because CPU use is progress too
-            return MIN_TIMEOUT_S, f"{rule}, and this process uses no CPU time"
-        if activity.estimated_s is None:
-            return MAX_TIMEOUT_S, rule
-        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.estimated_s), rule
+        if activity.expected_s is None:
+            return MAX_TIMEOUT_S, "no step has finished"
+        seconds = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s)
+        return seconds, f"{TIMEOUT_FACTOR} times the expected time"
 
     def _watch(self) -> None:
         last_check = time.monotonic()
@@ -220,13 +209,8 @@ class Watchdog:
     def _check_activity(self) -> None:
         activity = self.status.activity
         bytes_before = self._bytes_written
-        self._bytes_written = read_bytes_written() if activity.is_writing else 0
-        used_s = time.process_time() - self._cpu_s
-        self._cpu_s += used_s
-        has_written = self._bytes_written > bytes_before + _MIN_WRITTEN_BYTES
-        is_unlimited = activity.expected_s is None and self.step_timeout is None
-        is_computing = self.has_cpu_devices and used_s > MIN_CPU_USE * self._interval_s
-        if (activity.is_writing and has_written) or (is_unlimited and is_computing):
+        self._bytes_written = read_bytes_written()
+        if activity.is_writing and self._bytes_written > bytes_before + _MIN_WRITTEN_BYTES:
             self.status.heartbeat()
             return
         idle_s = time.monotonic() - activity.last_progress
@@ -234,16 +218,16 @@ class Watchdog:
         if idle_s <= limit_s:
             return
         text = (
-            f"{activity.description}: no progress for {durations.describe(round(idle_s))}; "
-            f"the limit is {durations.describe(round(limit_s))} ({rule}). "
-            f"Exiting with code {exit_codes.HUNG}: the same command resumes from the "
+            f"{activity.description}: no progress for {units.format_seconds(round(idle_s))}; "
+            f"the limit is {units.format_seconds(round(limit_s))} ({rule}). "
+            f"Exiting with code {ExitCode.HUNG}: the same command resumes from the "
             "last checkpoint. Stacks of all threads:"
         )
         # In a thread: stderr may be a file on an unresponsive disk
         printer = threading.Thread(target=distributed.log_stacks, args=(text,), daemon=True)
         printer.start()
         printer.join(MESSAGE_TIMEOUT_S)
-        distributed.abort_job(exit_codes.HUNG)
+        distributed.abort_job(ExitCode.HUNG)
 
     def _write_heartbeats(self, file: pathlib.Path) -> None:
         """Writes the heartbeat file, at last after the end of the run.

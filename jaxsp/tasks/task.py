@@ -151,13 +151,11 @@ class Task(ConfigSection, abc.ABC):
         """Makes the samples of one length, one depth after another.
 
         They depend on the seed, the task, the depth and the tokenizer, and not on the process or
-        the platform. Those of different lengths have the same questions; those of different depths
-        have different ones.
+        the platform. Those of different depths have different questions.
 
         Args:
             tokenize: tokenizer without special tokens.
-            length: maximum number of tokens of prompt, answer and reserved tokens.
-            reserved_tokens: number of tokens that the caller adds, such as BOS.
+            length: maximum number of tokens of prompt, answer and reserved tokens, such as BOS.
             field: name of the field that has the length, for errors.
         """
         parts = PartTokenizer(tokenize)

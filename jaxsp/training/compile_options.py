@@ -24,7 +24,7 @@ import jaxlib
 from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
-from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
 from jaxsp.model.remat import RematPolicy
@@ -96,7 +96,9 @@ Planned seconds of a step, 8B on 8 H100s in each of N nodes, a replica each, 8,1
 """
 
 MIN_PIPELINE_RELEASE = (0, 11, 1)
-"""First tested release of jaxlib with these names, in which `false` no longer disables."""
+"""First tested release of jaxlib with these names, in which `false` no longer disables; and the
+first that prefetches. Before, copies in pipelined loops could have wrong offsets: a model of 27B
+diverged with more gathers in the loop (openxla/xla PRs 37979 and 39302)."""
 
 PREFETCH_FROM_HOST: XlaOptions = {"xla_gpu_enable_pipelined_host_offloading": True}
 """Copies the activations of the next layer from the host while the backward pass computes this one.
@@ -105,11 +107,6 @@ Seconds of a step that wait for copies, 8B on 8 H100s, 32,768 tokens each, layer
 attention offloaded: 0.61 without, 0.01 with it (jax 0.12). Pipelining a loop is where jax 0.10.2
 and 0.11.0 had wrong gradients: the check `offload` of `scripts/bench/first_checks.py` tries it.
 """
-
-MIN_PREFETCH_RELEASE = (0, 11, 1)
-"""First release of jaxlib that prefetches. Before, copies in pipelined loops could have wrong
-offsets: a model of 27B diverged with more gathers in the loop (openxla/xla PRs 37979 and 39302)."""
-
 
 TESTED_RELEASES = (
     ((0, 10, 1), (0, 10, 1)),
@@ -159,36 +156,41 @@ def choose_options(
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     if on_gpu:
         release = parse_version(version)
-        is_tested = any(first <= release <= last for first, last in TESTED_RELEASES)
-        if is_tested:
-            own = _own_options(
-                config,
-                release,
-                overlaps_tiles=is_tiled and mesh.size > 1,
-                sums_replicas_early=sums_replicas_early,
-            )
-            options |= {name: value for name, value in own.items() if name not in flags}
-            if PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys():
-                parts.append("activations of the next layer are prefetched from host memory")
-            elif config.memory.offload_activations != "none" and release < MIN_PREFETCH_RELEASE:
-                parts.append("offloaded activations are not prefetched (needs jax 0.11.1 or later)")
+        offloads = config.memory.offload_activations != "none"
+        if any(first <= release <= last for first, last in TESTED_RELEASES):
+            options |= NO_REMATERIALIZATION
+            if release < MIN_PIPELINE_RELEASE:
+                options |= SCATTER_IN_LAYER_0_10
+                if offloads:
+                    parts.append("offloaded activations are not prefetched (needs jax 0.11.1)")
+            else:
+                options |= SCATTER_IN_LAYER
+                options |= OVERLAP_REPLICAS if sums_replicas_early else {}
+                options |= PREFETCH_FROM_HOST if offloads else {}
+            if is_tiled and mesh.size > 1:
+                options |= OVERLAP_IN_LOOPS
+            if config.linear_dtype is not None:
+                options |= NO_TRITON
+            if RematPolicy(remat=config.memory.remat).is_attention_saved:
+                options |= MEMORY_FOR_OVERLAP
+            options = {name: value for name, value in options.items() if name not in flags}
+            if is_deterministic and release >= MIN_PIPELINE_RELEASE:
+                options |= NO_TRITON
         else:
             parts.append(f"defaults, because options were not tested with jaxlib {version}")
         if is_deterministic:
-            has_triton = is_tested and release >= (0, 11)
-            fixed = DETERMINISTIC | NO_TRITON if has_triton else DETERMINISTIC
-            for name in fixed.keys() & requested.keys():
-                if requested[name] != fixed[name]:
-                    actual = yaml_io.format_value(requested[name])
-                    raise UserError(
-                        f"run.xla_options.{name} = {actual}: run.deterministic = true sets it to "
-                        f"{yaml_io.format_value(fixed[name])}. Leave one of them out."
-                    )
-            options |= fixed
+            options |= DETERMINISTIC
             parts.append(
                 "deterministic: sums in a fixed order, kernels not chosen by timing them, cuDNN's "
                 "deterministic backward pass; each of these can cost speed, and the last memory"
             )
+            for name in (DETERMINISTIC | NO_TRITON).keys() & options.keys() & requested.keys():
+                if requested[name] != options[name]:
+                    raise UserError(
+                        f"run.xla_options.{name} = {yaml_io.format_value(requested[name])}: "
+                        f"run.deterministic = true sets it to "
+                        f"{yaml_io.format_value(options[name])}. Leave one of them out."
+                    )
     elif is_deterministic:
         parts.append("run.deterministic has no effect: CPUs are always deterministic")
     if requested:
@@ -203,28 +205,6 @@ def choose_options(
     )
 
 
-def _own_options(
-    config: StepConfig, release: tuple[int, ...], *, overlaps_tiles: bool, sums_replicas_early: bool
-) -> XlaOptions:
-    """Options that make a step on GPUs faster or smaller."""
-    options = dict(NO_REMATERIALIZATION)
-    if release >= MIN_PIPELINE_RELEASE:
-        options |= SCATTER_IN_LAYER
-        if sums_replicas_early:
-            options |= OVERLAP_REPLICAS
-    else:
-        options |= SCATTER_IN_LAYER_0_10
-    if overlaps_tiles:
-        options |= OVERLAP_IN_LOOPS
-    if config.linear_dtype is not None:
-        options |= NO_TRITON
-    if RematPolicy(remat=config.memory.remat).is_attention_saved:
-        options |= MEMORY_FOR_OVERLAP
-    if config.memory.offload_activations != "none" and release >= MIN_PREFETCH_RELEASE:
-        options |= PREFETCH_FROM_HOST
-    return options
-
-
 def compile_lowered(lowered: jax.stages.Lowered, options: CompileOptions) -> jax.stages.Compiled:
     """Compiles a program with these options.
 
@@ -236,20 +216,14 @@ def compile_lowered(lowered: jax.stages.Lowered, options: CompileOptions) -> jax
         # XLA takes numbers too, although the annotation does not permit them
         return lowered.compile(compiler_options=cast(Any, options.options))
     except jax.errors.JaxRuntimeError as error:
-        match = re.search(r"(No such compile option: '|While setting option )(\w+)", str(error))
+        match = re.search(r"(?:No such compile option: '|While setting option )(\w+).*", str(error))
         if match is None:
             raise
-        name = match[2]
-        field = f"run.xla_options.{name} = {yaml_io.format_value(options.options.get(name))}"
-        if match[1].startswith("No such"):
-            raise UserError(
-                f"{field}: XLA of jaxlib {jaxlib.__version__} has no such option. Leave it out."
-            ) from None
-        reason = str(error).rpartition(" is ")[2].strip().rstrip(".")
+        value = yaml_io.format_value(options.options.get(match[1]))
         raise UserError(
-            f"{field}: is {reason}. Flags are true or false without quotes, not 1 or 0; enums are "
-            "names in full, such as COLLECTIVE_PIPELINING_MODE_OFF of "
-            "xla_gpu_pipeline_all_gather."
+            f"run.xla_options.{match[1]} = {value}: XLA of jaxlib {jaxlib.__version__} refuses it: "
+            f"{match[0].rstrip('.')}. Flags are true or false without quotes, not 1 or 0; enums "
+            "are names in full, such as COLLECTIVE_PIPELINING_MODE_OFF."
         ) from None
 
 

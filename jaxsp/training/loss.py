@@ -14,7 +14,7 @@ from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.model import tiling
-from jaxsp.objectives.token_objective import TileTokens
+from jaxsp.objectives.objective import TileTokens
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Sums
 
@@ -43,18 +43,26 @@ TEACHER_HIDDEN = "teacher_hidden"
 
 
 def make_tile_loss(token_loss: TokenLoss) -> TileLoss:
-    """The losses of a tile by a function of logits and labels."""
-    return lambda tokens: (_call_token_loss(token_loss, tokens.logits_XV, tokens.labels_X), {})
+    """The losses of a tile by a function of logits and labels, which raises UserError if it does
+    not return one float32 loss per token."""
+
+    def compute(tokens: TileTokens) -> tuple[Array, dict[str, Array]]:
+        losses_X = token_loss(tokens.logits_XV, tokens.labels_X)
+        if (losses_X.shape, losses_X.dtype) != (tokens.labels_X.shape, jnp.float32):
+            raise UserError(
+                f"loss: returned {losses_X.dtype}{list(losses_X.shape)} for logits "
+                f"float32{list(tokens.logits_XV.shape)}. Return one loss per token, "
+                f"float32{list(tokens.labels_X.shape)}, without summing."
+            )
+        return losses_X, {}
+
+    return compute
 
 
 def score_loss(tokens: TileTokens) -> tuple[Array, dict[str, Array]]:
     """Loss of a token whose log-probability is taken to be its score, for reward models."""
     return -tokens.logits_XV[:, 0], {}
 
-
-TransformLogits = Callable[[Array], Array]
-"""Elementwise function from products of hidden states and head to logits, float32: see
-`decoder.transform_logits`."""
 
 MAX_LOGIT_BYTES = (4 * GIB, GIB, GIB // 4)
 """Maximum bytes of a tile's float32 logits, tried in this order after all tokens at once."""
@@ -71,7 +79,9 @@ class Head:
     """Number of tokens whose logits exist at a time."""
     tile_loss: TileLoss | None = None
     """None: cross entropy."""
-    transform_logits: TransformLogits = lambda logits: logits
+    transform_logits: Callable[[Array], Array] = lambda logits: logits
+    """Elementwise function from products of hidden states and head to logits, float32: see
+    `decoder.transform_logits`."""
     teacher: "Head | None" = None
     """Head of the teacher, whose logits `tile_loss` also gets."""
     vocab_size: int | None = None
@@ -192,9 +202,7 @@ def sum_token_losses(tokens: Tile, head: Head) -> Sums:
 
     @jax.custom_vjp
     def sum_losses(hidden_BlD: Array, shard: Any) -> Sums:
-        heads = head.gather_weights(shard)
-        tiles = tokens._replace(hidden_XD=hidden_BlD).split(head.tile)
-        return metric_table.scan_sums(lambda tile: (compute_tile(heads, tile)[0], None), tiles)[0]
+        return forward(hidden_BlD, shard)[0]
 
     def forward(hidden_BlD: Array, shard: Any) -> tuple[Sums, tuple[Array, Any]]:
         heads = head.gather_weights(shard)
@@ -278,12 +286,7 @@ def _sum_tile(losses: _TileLosses, tile: Tile) -> Sums:
     return {
         "loss_sum": _apply_weights(losses.losses_X, has_label_X, tile.weights_X).sum(),
         "num_correct": losses.is_correct_X.sum(dtype=jnp.int32),
-    } | {
-        name if name.endswith(metric_table.MAXIMUM) else f"{name}_sum": (
-            values_X.max() if name.endswith(metric_table.MAXIMUM) else values_X.sum()
-        )
-        for name, values_X in losses.measured.items()
-    }
+    } | {f"{name}_sum": values_X.sum() for name, values_X in losses.measured.items()}
 
 
 def _cross_entropy(
@@ -340,15 +343,3 @@ def _apply_weights(values: Array, has_label: Array, weights: Array | None) -> Ar
     if weights is None:
         return jnp.where(has_label, values, 0.0)
     return jnp.where(has_label & (weights != 0), values * weights, 0.0)
-
-
-def _call_token_loss(token_loss: TokenLoss, logits_XV: Array, labels_X: Array) -> Array:
-    """Calls `token_loss`. Raises: UserError if it does not return one float32 loss per token."""
-    losses_X = token_loss(logits_XV, labels_X)
-    if (losses_X.shape, losses_X.dtype) != (labels_X.shape, logits_XV.dtype):
-        raise UserError(
-            f"loss: returned {losses_X.dtype}{list(losses_X.shape)} for logits "
-            f"float32{list(logits_XV.shape)}. Return one loss per token, "
-            f"float32{list(labels_X.shape)}, without summing."
-        )
-    return losses_X

@@ -31,7 +31,7 @@ class Metric(NamedTuple):
     meaning: str
     compute: Callable[[Sums], Any]
     """Arithmetic on sums, in float32 on devices and in float64 on the host."""
-    needs: str = "loss_sum"
+    needs: str
     """Name of a sum without which there is no such number."""
     counted: str = "num_loss_tokens"
     """Name of the count that the number is a mean over; without one it is undefined."""
@@ -51,10 +51,27 @@ def divide(numerator: Any, denominator: Any) -> Any:
     return numerator / make_divisor(denominator)
 
 
-def _mean(name: str, meaning: str, counted: str = "num_loss_tokens") -> Metric:
-    """Metric that is a mean: over loss tokens, or over what `counted` counts."""
-    compute = lambda sums: divide(sums[f"{name}_sum"], sums[counted])
-    return Metric(meaning, compute, needs=f"{name}_sum", counted=counted)
+def _means(counted: str, **meanings: str) -> dict[str, Metric]:
+    """Metrics that are means over what `counted` counts."""
+
+    def make(name: str, meaning: str) -> Metric:
+        compute = lambda sums: divide(sums[f"{name}_sum"], sums[counted])
+        return Metric(meaning, compute, needs=f"{name}_sum", counted=counted)
+
+    return {name: make(name, meaning) for name, meaning in meanings.items()}
+
+
+def _counts(**meanings: str) -> dict[str, Metric]:
+    """Metrics that are sums themselves."""
+    return {
+        name: Metric(meaning, operator.itemgetter(name), needs=name)
+        for name, meaning in meanings.items()
+    }
+
+
+def _max_load(counts_NE: Any) -> Any:
+    """Largest count of a layer relative to its mean, for the layer where that is most."""
+    return counts_NE.shape[-1] * divide(counts_NE.max(-1), counts_NE.sum(-1)).max()
 
 
 METRICS = {
@@ -64,6 +81,7 @@ METRICS = {
         "some of policy, divided by the trajectories. null if there are none or the loss is not "
         "finite.",
         lambda sums: divide(sums["loss_sum"], sums["loss_weight"]),
+        needs="loss_sum",
     ),
     "token_accuracy": Metric(
         "Fraction of loss tokens whose top-1 prediction is correct. null if there are no loss "
@@ -71,37 +89,23 @@ METRICS = {
         lambda sums: divide(sums["num_correct"], sums["num_loss_tokens"]),
         needs="num_correct",
     ),
-    "cross_entropy": _mean(
-        "cross_entropy",
-        "Mean cross entropy of the loss tokens, if the objective has another loss for them.",
+    **_means(
+        "num_loss_tokens",
+        cross_entropy="Mean cross entropy of the loss tokens, if the objective has another loss "
+        "for them.",
+        divergence="Mean divergence from the teacher's predictions, without the term of "
+        "sft_weight. Of the objective distill, like teacher_agreement.",
+        teacher_agreement="Fraction of loss tokens for which model and teacher have the same "
+        "top-1 prediction.",
     ),
-    "divergence": _mean(
-        "divergence",
-        "Mean divergence from the teacher's predictions, without the term of sft_weight. Of the "
-        "objective distill, like teacher_agreement.",
-    ),
-    "teacher_agreement": _mean(
-        "teacher_agreement",
-        "Fraction of loss tokens for which model and teacher have the same top-1 prediction.",
-    ),
-    "num_rows": Metric(
-        "Number of rows with at least one segment.", operator.itemgetter("num_rows")
-    ),
-    "num_tokens": Metric(
-        "Number of tokens in all segments, each counted once over the whole mesh, whether or not "
-        "it has a loss.",
-        operator.itemgetter("num_tokens"),
-    ),
-    "num_loss_tokens": Metric(
-        "Number of tokens whose next token is a target. A document of n tokens has at most n - 1, "
-        "however it is cut.",
-        operator.itemgetter("num_loss_tokens"),
-    ),
-    "num_pairs": Metric(
-        "Number of pairs of chosen and rejected, or of unpaired records. Only objectives "
+    **_counts(
+        num_rows="Number of rows with at least one segment.",
+        num_tokens="Number of tokens in all segments, each counted once over the whole mesh, "
+        "whether or not it has a loss.",
+        num_loss_tokens="Number of tokens whose next token is a target. A document of n tokens "
+        "has at most n - 1, however it is cut.",
+        num_pairs="Number of pairs of chosen and rejected, or of unpaired records. Only objectives "
         "of preferences have metrics of pairs.",
-        operator.itemgetter("num_pairs"),
-        needs="num_pairs",
     ),
     "reward_accuracy": Metric(
         "Fraction of pairs whose chosen answer has the higher reward. Rewards are those of the "
@@ -120,90 +124,59 @@ METRICS = {
         needs="num_chosen",
         counted="num_both",
     ),
-    "chosen_reward": _mean(
-        "chosen_reward",
-        "Mean reward of chosen answers, or of desirable ones.",
+    **_means(
         "num_chosen",
+        chosen_reward="Mean reward of chosen answers, or of desirable ones.",
+        chosen_logp="Mean log-probability of chosen answers, or of desirable ones: the sum over an "
+        "answer's tokens. For reward the score.",
     ),
-    "rejected_reward": _mean(
-        "rejected_reward",
-        "Mean reward of rejected answers, or of undesirable ones.",
+    **_means(
         "num_rejected",
-    ),
-    "chosen_logp": _mean(
-        "chosen_logp",
-        "Mean log-probability of chosen answers, or of desirable ones: the sum over an answer's "
-        "tokens. For reward the score.",
-        "num_chosen",
-    ),
-    "rejected_logp": _mean(
-        "rejected_logp",
-        "Mean log-probability of rejected answers, or of undesirable ones. For reward the score.",
-        "num_rejected",
+        rejected_reward="Mean reward of rejected answers, or of undesirable ones.",
+        rejected_logp="Mean log-probability of rejected answers, or of undesirable ones. For "
+        "reward the score.",
     ),
     "kl": Metric(
         "Reference point of kto: mean log-ratio of mismatched answers over the step, at least 0.",
         lambda sums: divide(sums["kl_sum"], sums["num_pairs"]),
         needs="kl_sum",
     ),
-    "num_trajectories": Metric(
-        "Number of trajectories. It and the next six are metrics of the objective policy.",
-        operator.itemgetter("num_trajectories"),
-        needs="num_trajectories",
+    **_counts(
+        num_trajectories="Number of trajectories. It and the next five are metrics of the "
+        "objective policy.",
     ),
-    "ratio": _mean(
-        "ratio",
-        "Mean ratio of a loss token's probabilities by the model and by the one that sampled it; "
-        "with importance_sampling_level sequence, of its trajectory.",
-    ),
-    "ratio_max": Metric("Largest ratio.", operator.itemgetter("ratio_max"), needs="ratio_max"),
-    "clip_low": _mean(
-        "clip_low",
-        "Fraction of loss tokens with a negative advantage and a ratio below the lower bound.",
-    ),
-    "clip_high": _mean(
-        "clip_high",
-        "Fraction of loss tokens with a positive advantage and a ratio above the upper bound.",
-    ),
-    "reference_kl": _mean(
-        "reference_kl", "Mean KL divergence from the reference model, as in the loss, before beta."
-    ),
-    "entropy": _mean(
-        "entropy", "Mean entropy of the predictions at loss tokens, at the objective's temperature."
+    **_means(
+        "num_loss_tokens",
+        ratio="Mean ratio of a loss token's probabilities by the model and by the one that sampled "
+        "it; with importance_sampling_level sequence, of its trajectory.",
+        clip_low="Fraction of loss tokens with a negative advantage and a ratio below the lower "
+        "bound.",
+        clip_high="Fraction of loss tokens with a positive advantage and a ratio above the upper "
+        "bound.",
+        reference_kl="Mean KL divergence from the reference model, as in the loss, before beta.",
+        entropy="Mean entropy of the predictions at loss tokens, at the objective's temperature.",
     ),
     "router_max_load": Metric(
         "Tokens of the busiest expert relative to the mean over experts, in the layer where that "
         "is most. 1: all experts have equally many. Metrics of routers are those of models with "
-        "experts; other models do not have these fields. They are null where token_accuracy is.",
+        "experts; other models do not have these fields. They are null if there are no rows or the "
+        "step is not finite.",
         lambda sums: _max_load(sums["router_counts_NE"]),
         needs="router_counts_NE",
+        counted="num_rows",
     ),
-    "router_entropy": Metric(
-        "Mean entropy of the softmax of routers' logits over tokens and layers, divided by that of "
-        "equal logits: from 0, always the same expert, to 1.",
-        lambda sums: divide(sums["router_entropy_sum"], sums["num_rows"]),
-        needs="router_entropy_sum",
-    ),
-    "router_aux_loss": Metric(
-        "Load-balancing loss of the routers, before model.router_aux_loss_coef: mean over rows. "
-        "With equal loads it is the number of experts of a token.",
-        lambda sums: divide(sums["router_aux_loss_sum"], sums["num_rows"]),
-        needs="router_aux_loss_sum",
-    ),
-    "router_z_loss": Metric(
-        "Mean squared log-sum-exp of the routers' logits, before model.router_z_loss_coef: mean "
-        "over rows.",
-        lambda sums: divide(sums["router_z_loss_sum"], sums["num_rows"]),
-        needs="router_z_loss_sum",
+    **_means(
+        "num_rows",
+        router_entropy="Mean entropy of the softmax of routers' logits over tokens and layers, "
+        "divided by that of equal logits: from 0, always the same expert, to 1.",
+        router_aux_loss="Load-balancing loss of the routers, before model.router_aux_loss_coef: "
+        "mean over rows. With equal loads it is the number of experts of a token.",
+        router_z_loss="Mean squared log-sum-exp of the routers' logits, before "
+        "model.router_z_loss_coef: mean over rows.",
     ),
 }
 """Metrics by name. Each is a field of every line of metrics.jsonl and eval.jsonl, if the model has
 its sums."""
-
-
-def _max_load(counts_NE: Any) -> Any:
-    """Largest count of a layer relative to its mean, for the layer where that is most."""
-    return counts_NE.shape[-1] * divide(counts_NE.max(-1), counts_NE.sum(-1)).max()
 
 
 def compute_metrics(sums: Sums) -> dict[str, Any]:
@@ -229,24 +202,9 @@ def make_line(
     return line | dataclasses.asdict(fields)
 
 
-MAXIMUM = "_max"
-"""End of the names of maxima among sums, of numbers that are at least 0."""
-
-
 def add(sums: Sums, others: Sums) -> Sums:
-    """Adds sums over two parts; takes the larger of two maxima."""
-    larger = lambda x, y: (jnp if isinstance(x, jax.Array) else np).maximum(x, y)
-    return {
-        name: jax.tree.map(larger if name.endswith(MAXIMUM) else operator.add, value, others[name])
-        for name, value in sums.items()
-    }
-
-
-def sum_over(sums: Sums, axes: tuple[str, ...]) -> Sums:
-    """Sums over mesh axes, and maxima."""
-    maxima = {name: sums[name] for name in sums if name.endswith(MAXIMUM)}
-    rest = {name: value for name, value in sums.items() if name not in maxima}
-    return jax.lax.psum(rest, axes) | jax.lax.pmax(maxima, axes)
+    """Adds sums over two parts."""
+    return {name: jax.tree.map(operator.add, value, others[name]) for name, value in sums.items()}
 
 
 def make_zeros(compute_sums: Callable[[Any], Sums], inputs: Any) -> Sums:

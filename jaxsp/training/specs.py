@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,36 +19,22 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing.loader import RowPlacement
+from jaxsp.data.loader import RowPlacement
 from jaxsp.delta_rule import kernels as delta_kernels
 from jaxsp.experts import kernels as expert_kernels
-from jaxsp.model import flops, layer_stack, tiling
-from jaxsp.model.adapter_config import AdapterConfig
+from jaxsp.model import decoder, flops, layer_stack, tiling
+from jaxsp.model.adapter_config import SAVED_MODULES, AdapterConfig
 from jaxsp.model.remat import RematPolicy
 from jaxsp.objectives.distill import Distill, find_teacher, has_teacher
 from jaxsp.objectives.objective import Objective, Sft
-from jaxsp.sharding import host_offload
+from jaxsp.optimizers import param_groups
+from jaxsp.sharding import host_offload, quantization
 from jaxsp.sharding.sharding import Gather
 from jaxsp.system import device_mesh
-from jaxsp.training import compile_options, loss, trainable
+from jaxsp.training import compile_options, loss
 from jaxsp.training.compile_options import CompileOptions
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.step_config import StepConfig
-
-_CHOICE_INPUTS = {
-    "row_tokens",
-    "max_segments",
-    "rows_per_microbatch",
-    "compute_dtype",
-    "linear_dtype",
-    "delta_net_kernel",
-    "experts_kernel",
-    "mesh",
-    "attention",
-    "is_deterministic",
-}
-"""Fields of StepConfig on which mesh, attention and the model's kernels depend."""
-
 
 _TEACHER_MEMORY = {
     "remat": "full",
@@ -125,35 +111,27 @@ class StepSpec:
     @functools.cached_property
     def table(self) -> layers.Weights:
         """Parameter table of the model, in which frozen weights have their format."""
-        return trainable.build_table(self.model, self.config)
+        return build_table(self.model, self.config)
 
     @functools.cached_property
     def state_table(self) -> layers.Weights:
         """Parameter table of all weights of the state: `table`, and under `teacher` that of a
         teacher that is another model."""
-        if self.teacher is None or self.is_own_teacher:
+        if self.teacher is None or find_teacher(self.objective) is None:
             return self.table
         rename = lambda param: dataclasses.replace(param, hf_name=f"teacher.{param.hf_name}")
         return self.table | {"teacher": jax.tree.map(rename, self.teacher.table)}
-
-    @property
-    def is_own_teacher(self) -> bool:
-        """True if the teacher is the model without its adapter."""
-        return self.teacher is not None and find_teacher(self.objective) is None
-
-    def select_state(self, weights: layers.Weights) -> layers.Weights:
-        """The weights of `state_table` among others."""
-        return {name: weights[name] for name in self.state_table}
 
     def select_own(self, weights: layers.Weights) -> layers.Weights:
         """The model's own weights among those of `state_table`."""
         return {name: weights[name] for name in self.table}
 
     def select_teacher(self, weights: layers.Weights) -> layers.Weights:
-        """The teacher's weights among those of `state_table`."""
-        if self.is_own_teacher:
-            return trainable.select(self.table, weights, lambda param: not param.is_adapter)
-        return weights["teacher"]
+        """The teacher's weights among those of `state_table`; without an own table, the teacher is
+        the model without its adapter."""
+        if "teacher" in self.state_table:
+            return weights["teacher"]
+        return select(self.table, weights, lambda param: not param.is_adapter)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -312,7 +290,7 @@ class StepSpec:
         Raises: UserError: see `make_spec`.
         """
         config = self.config.change(**changes)
-        if changes.keys().isdisjoint(_CHOICE_INPUTS):
+        if changes.keys() <= {"memory", "rows_per_step", "objective"}:
             teacher = self.teacher
             if teacher is not None:
                 memory = changes.get("memory", {})
@@ -320,9 +298,48 @@ class StepSpec:
             return dataclasses.replace(self, config=config, teacher=teacher)
         devices = list(self.mesh.devices.flat)
         made = make_spec(config, self.model, devices=devices, device_bytes=self.device_bytes)
-        names = ("model", "mesh", "attention", "teacher")
-        chosen = {name: getattr(made, name) for name in names}
+        chosen = {name: getattr(made, name) for name in ("model", "mesh", "attention", "teacher")}
         return dataclasses.replace(self, config=config, **chosen)
+
+
+def build_table(model: ModelConfig, config: StepConfig) -> layers.Weights:
+    """Parameter table of a model, in which frozen weights have their format."""
+    adapter = config.adapter
+    has_adapter = adapter.type != "none"
+    saved = {SAVED_MODULES[name] for name in adapter.modules_to_save}
+    if model.tie_embeddings and saved:
+        saved = set(SAVED_MODULES.values())
+    if model.has_scores:  # a new head must learn
+        saved.add(decoder.SCORE_NAME)
+
+    def freeze(param: Parameter) -> Parameter:
+        is_base = has_adapter and not param.is_adapter and param.hf_name not in saved
+        if not is_base and not param_groups.is_frozen(config.optimizer, param):
+            return param
+        is_quantized = (
+            is_base and adapter.quantization != "none" and quantization.can_quantize(param)
+        )
+        if is_quantized:
+            return dataclasses.replace(param, frozen_as=adapter.quantization)
+        frozen_as = param.compute_dtype or config.compute_dtype
+        return dataclasses.replace(param, frozen_as=frozen_as)
+
+    return jax.tree.map(freeze, decoder.param_table(model))
+
+
+def select(table: layers.Weights, tree: Any, is_selected: Callable[[Parameter], bool]) -> Any:
+    """Part of a tree, in the structure of `table`, that belongs to some of the weights.
+
+    Subtrees without such a weight are left out.
+    """
+    selected = {}
+    for name, part in table.items():
+        if isinstance(part, Parameter):
+            if is_selected(part):
+                selected[name] = tree[name]
+        elif inner := select(part, tree[name], is_selected):
+            selected[name] = inner
+    return selected
 
 
 def make_spec(
@@ -342,14 +359,13 @@ def make_spec(
     if not has_teacher(objective):
         return make(config, model)
     teacher_model = _find_teacher(config, model)
-    attempts: list[dict[str, Any]] = [{}]
+    attempts = [config.attention]
     degree = math.gcd(config.mesh.degree, model.num_heads, teacher_model.num_heads)
     if config.attention.ulysses_degree is None and config.attention.strategy != "ulysses":
         # each model would share its heads among as many devices as it can
         ring = {"strategy": "ring"} if config.attention.strategy == "auto" else {}
-        attempts.append(ring | {"ulysses_degree": degree})
-    for attempt in attempts:
-        attention = config.attention.model_copy(update=attempt)
+        attempts.append(config.attention.model_copy(update=ring | {"ulysses_degree": degree}))
+    for attention in attempts:
         spec = make(dataclasses.replace(config, attention=attention), model)
         teacher_config = _make_teacher_config(spec.config, teacher_model)
         with at("objective.teacher", objective.teacher):
@@ -388,24 +404,20 @@ def _make_teacher_config(config: StepConfig, model: ModelConfig) -> StepConfig:
     """Config of the forward pass of a teacher."""
     objective = config.objective
     assert isinstance(objective, Distill)
-    changes: dict[str, Any] = {}
     quantization = config.adapter.quantization
+    linear_dtype = config.linear_dtype
     if objective.teacher is not None:
         quantization = objective.teacher_quantization
-        changes["linear_dtype"] = objective.teacher_linear_dtype
-    for field, part in (
-        ("delta_net_kernel", model.delta_net),
-        ("experts_kernel", model.experts),
-    ):
-        if part is None:
-            changes[field] = "auto"
+        linear_dtype = objective.teacher_linear_dtype
     return dataclasses.replace(
         config,
         objective=Sft(),
         memory=config.memory.model_copy(update=_TEACHER_MEMORY),
         # All weights except those of adapters are frozen, and a teacher has no adapters
         adapter=AdapterConfig(type="lora", quantization=quantization),
-        **changes,
+        linear_dtype=linear_dtype,
+        delta_net_kernel=config.delta_net_kernel if model.delta_net else "auto",
+        experts_kernel=config.experts_kernel if model.experts else "auto",
     )
 
 
@@ -416,13 +428,12 @@ def _make_one(
     choice = choose_attention(
         config.attention, config.rows, model, devices=devices, device_bytes=device_bytes
     )
-    for field, name, part in (
-        ("delta_net_kernel", "delta nets", model.delta_net),
-        ("experts_kernel", "experts", model.experts),
-    ):
-        if part is None and (requested := getattr(config, field)) != "auto":
+    for name, part in (("delta_net", model.delta_net), ("experts", model.experts)):
+        requested = getattr(config, f"{name}_kernel")
+        if part is None and requested != "auto":
+            words = name.replace("net", "nets").replace("_", " ")
             raise UserError(
-                f"model.{field} = {requested}: the model has no {name}. Remove the field."
+                f"model.{name}_kernel = {requested}: the model has no {words}. Remove the field."
             )
     if (experts := model.experts) is not None:
         kernel = expert_kernels.choose(
@@ -477,14 +488,9 @@ def find_division_problems(
     row_tokens = config.row_tokens
     if row_tokens % divisor:
         multiples = _nearest_multiples(row_tokens, 2 * seq if layout is None else divisor)
-        suggestion = f"Use {errors.format_choices(multiples)}."
-        fewer = [n for n in (2, 4, 8) if n < chunks_per_device and row_tokens % (n * seq) == 0]
-        if fewer:
-            numbers = errors.format_choices(fewer)
-            suggestion = f"{suggestion[:-1]}, or attention.chunks_per_device={numbers}."
         problems.append(
             f"data.row_tokens = {row_tokens}: must be a multiple of {divisor}, {reason}. "
-            f"{suggestion}"
+            f"Use {errors.format_choices(multiples)}."
         )
     per_microbatch = config.microbatch_rows
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]

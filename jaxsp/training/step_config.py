@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
-from jaxsp.attention.strategies.attention_config import AttentionConfig
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.config import fields
 from jaxsp.config.fields import HERE, ConfigSection, CountOrAuto, PositiveCount, with_examples
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.objective import Objective
 from jaxsp.optimizers.registry import Optimizer
-from jaxsp.system.mesh_config import MeshConfig
+from jaxsp.system.device_mesh import MeshConfig
 
 if TYPE_CHECKING:
-    from jaxsp.attention.strategies.workload import GroupRows
+    from jaxsp.attention.workload import GroupRows
 
 
 class MemoryConfig(ConfigSection):
@@ -148,7 +148,7 @@ class StepConfig:
     @property
     def rows(self) -> "GroupRows":
         """Rows that a group works on together."""
-        from jaxsp.attention.strategies.workload import GroupRows
+        from jaxsp.attention.workload import GroupRows
 
         return GroupRows(
             num_rows=self.microbatch_rows,

@@ -19,12 +19,14 @@ from jaxtyping import Array, Float32, Int8
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.core import axes, host_memory
+from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, Batch, partition_specs
-from jaxsp.objectives.token_objective import TileTokens, TokenObjective
+from jaxsp.objectives.objective import TileTokens
 from jaxsp.sharding import host_offload, sharding
+from jaxsp.system import device_memory
 from jaxsp.training import metric_table, microbatch
 from jaxsp.training.metric_table import Sums
+from jaxsp.training.microbatch import Shards
 from jaxsp.training.specs import StepSpec
 
 _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, without type stubs
@@ -63,7 +65,8 @@ def _local_gradients(
     values = spec.gather.add_scales(table, values)
     holders, structure = jax.tree.flatten(grad_holders)
     make_objective = _choose_objective(spec, batch)
-    weigh, pair_sums = microbatch.prepare_pairs(spec, values, grad_holders, batch, step)
+    shards = microbatch.make_shards(spec, values, grad_holders)
+    weigh, pair_sums = microbatch.prepare_pairs(spec, shards, batch, step)
     batch = batch.without_pairs()
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
     has_one_microbatch = batch.tokens_BL.shape[0] == 1
@@ -80,13 +83,13 @@ def _local_gradients(
         """Sums over a microbatch, and `totals` with the gradients that are returned."""
         keys = microbatch.make_token_keys(spec, batch, step, index)
         inputs = [
-            holder if host_memory.is_on_host(holder) else totals.get(number, holder)
+            holder if device_memory.is_on_host(holder) else totals.get(number, holder)
             for number, holder in enumerate(holders)
         ]
 
         def sum_loss(holders: list[Array]) -> tuple[Array, Sums]:
-            tree = jax.tree.unflatten(structure, holders)
-            sums = microbatch.sum_microbatch(spec, values, tree, batch, keys, weigh)
+            own = microbatch.make_shards(spec, values, jax.tree.unflatten(structure, holders))
+            sums = microbatch.sum_microbatch(spec, own, batch, keys, weigh)
             return make_objective(sums), sums
 
         _, backward, sums = jax.vjp(sum_loss, inputs, has_aux=True)
@@ -97,7 +100,7 @@ def _local_gradients(
         sums, totals = carry
         microbatch_sums, gradients = run_microbatch(*inputs, totals)
         for number, total in totals.items():
-            if host_memory.is_on_host(total):  # in place: devices hold one layer at a time
+            if device_memory.is_on_host(total):  # in place: devices hold one layer at a time
                 gradients[number] = host_offload.update_each_layer(
                     params[number], jnp.add, total, gradients[number]
                 )
@@ -106,9 +109,7 @@ def _local_gradients(
     if has_one_microbatch:
         sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_holders)
     else:
-        sum_rows = functools.partial(
-            microbatch.sum_microbatch, spec, values, grad_holders, weigh=weigh
-        )
+        sum_rows = functools.partial(microbatch.sum_microbatch, spec, shards, weigh=weigh)
         zeros = metric_table.make_zeros(sum_rows, batch)
         inputs = (batch, jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32))
         (sums, returned), _ = jax.lax.scan(add_microbatch, (zeros, returned_holders), inputs)
@@ -138,7 +139,8 @@ def _select_returned(
     return {
         number: holder
         for number, (param, holder) in enumerate(zip(params, holders, strict=True))
-        if host_memory.is_on_host(holder) or (has_sums_in_holders and param.num_layers is not None)
+        if device_memory.is_on_host(holder)
+        or (has_sums_in_holders and param.num_layers is not None)
     }
 
 
@@ -156,21 +158,16 @@ class BatchLosses(NamedTuple):
 def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -> BatchLosses:
     """Losses of the tokens of a batch, without gradients. Call under jit."""
 
-    def compute(master: layers.Weights, holders: layers.Weights, batch: Batch) -> tuple[Sums, Any]:
-        losses_Bl, is_correct_Bl, sums = microbatch.compute_token_losses(
-            spec, master, holders, batch
-        )
+    def compute(shards: Shards, batch: Batch) -> tuple[Sums, Any]:
+        losses_Bl, is_correct_Bl, sums = microbatch.compute_token_losses(spec, shards, batch)
         has_label_Bl = batch.labels_BL != NO_LABEL
         outcomes_Bl = jnp.where(has_label_Bl, is_correct_Bl.astype(jnp.int8), jnp.int8(-1))
         return sums, (losses_Bl, outcomes_Bl)
 
     def local(master: layers.Weights, batch: Batch) -> BatchLosses:
         batch = batch.without_pairs()
-        holders = spec.gather.make_grad_holders(spec.state_table, master)
-        values = spec.gather.add_scales(spec.state_table, master)
-        compute_microbatch = functools.partial(compute, values, holders)
-        sums, losses = metric_table.scan_sums(compute_microbatch, batch)
-        losses_BL, outcomes_BL = losses
+        compute_rows = functools.partial(compute, _make_shards(spec, master))
+        sums, (losses_BL, outcomes_BL) = metric_table.scan_sums(compute_rows, batch)
         return BatchLosses(losses_BL, outcomes_BL, _sum_over_mesh(spec, sums, batch))
 
     specs = BatchLosses(PER_TOKEN, PER_TOKEN, PartitionSpec())  # type: ignore[arg-type]
@@ -186,20 +183,26 @@ def compute_numbers(
     """Numbers of the tokens of a batch: see `loss.compute_numbers`. Call under jit."""
 
     def local(master: layers.Weights, batch: Batch) -> dict[str, Array]:
-        values = spec.gather.add_scales(spec.state_table, master)
-        compute_rows = lambda rows: microbatch.compute_numbers(spec, values, rows, compute)
+        shards = _make_shards(spec, master)
+        compute_rows = lambda rows: microbatch.compute_numbers(spec, shards, rows, compute)
         return jax.lax.map(compute_rows, batch.without_pairs())
 
     return run_on_mesh(spec, local, master, batch, out_specs=PER_TOKEN)
 
 
+def _make_shards(spec: StepSpec, master: layers.Weights) -> Shards:
+    """Shards of a step without gradients."""
+    holders = spec.gather.make_grad_holders(spec.state_table, master)
+    values = spec.gather.add_scales(spec.state_table, master)
+    return microbatch.make_shards(spec, values, holders)
+
+
 def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
     """Function that computes what is differentiated from the sums of a device over a microbatch.
 
-    It is the sum of token losses, which is divided by the loss tokens of the step at the end, or by
-    `TokenObjective.find_divisor`; with an objective for pairs the weighted sum, which is divided by
-    the pairs.
-    Losses of routers are means over rows, with a factor that makes up for that.
+    It is the sum of token losses, or the weighted sum with an objective for pairs, which is divided
+    by `Objective.find_divisor` at the end. Losses of routers are means over rows, and have a factor
+    that makes up for that.
 
     Args: batch: that of the step.
     """
@@ -227,20 +230,16 @@ def _sum_over_mesh(spec: StepSpec, sums: Sums, batch: Batch) -> Sums:
 
     # Labels are sharded over the whole mesh. Starts and lengths are replicated along seq, and count
     # once there.
-    sums = metric_table.sum_over(sums, axes.ALL) | {
+    sums = jax.lax.psum(sums, axes.ALL) | {
         "num_rows": count((batch.lengths_BM > 0).any(-1), axes.GROUPS),
         "num_tokens": count(batch.lengths_BM, axes.GROUPS),
         "num_loss_tokens": count(batch.labels_BL != NO_LABEL, axes.ALL),
     }
-    sums["loss_weight"] = sums["num_loss_tokens"]
-    objective = spec.objective
-    if isinstance(objective, TokenObjective):
-        if objective.is_by_document:  # every document in a row has a loss token
-            sums["num_trajectories"] = count(batch.lengths_BM > 0, axes.GROUPS)
-        sums["loss_weight"] = objective.find_divisor(sums)
+    if spec.objective.is_by_document:  # every document in a row has a loss token
+        sums["num_trajectories"] = count(batch.lengths_BM > 0, axes.GROUPS)
     if batch.documents_BM is not None:
         sums["num_pairs"] = count(batch.documents_BM >= 0, axes.GROUPS) // 2
-        sums["loss_weight"] = sums["num_pairs"]
+    sums["loss_weight"] = spec.objective.find_divisor(sums)
     if batch.weights_BL is not None:
         weights_BL = jnp.where(batch.labels_BL != NO_LABEL, batch.weights_BL, 0.0)
         sums["loss_weight"] = jax.lax.psum(weights_BL.sum(), axes.ALL)

@@ -1,7 +1,6 @@
 """The training step: gradients, clipping and the optimizer's update, jitted and compiled."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxsp.attention.attend import find_collectives
-from jaxsp.attention.strategies.workload import count_workloads
+from jaxsp.attention.workload import count_workloads
 from jaxsp.blocks.layers import Parameter, Weights
-from jaxsp.core import axes, host_memory
+from jaxsp.core import axes
 from jaxsp.core.batch import Batch
 from jaxsp.optimizers import optimizer
 from jaxsp.sharding import host_offload
+from jaxsp.system import device_memory
 from jaxsp.training import compile_options, step_gradients, train_state
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
@@ -91,8 +91,8 @@ def _set_memory_kinds(spec: StepSpec, state: TrainState) -> TrainState:
     def set_kind(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
         if not spec.is_on_host(param):
             return weight, opt_state
-        return host_memory.to_host(weight), jax.tree.map(
-            lambda x: host_memory.to_host(x) if x.shape == weight.shape else x, opt_state
+        return device_memory.to_host(weight), jax.tree.map(
+            lambda x: device_memory.to_host(x) if x.shape == weight.shape else x, opt_state
         )
 
     master, opt_state = optimizer.map_weights_and_state(
@@ -105,15 +105,6 @@ def compile(spec: StepSpec) -> jax.stages.Compiled:
     """Compiles the step. Raises: as `check_collectives` and `compile_options.compile_lowered`."""
     lowered = build_step(spec).lower(*train_state.abstract_inputs(spec))
     return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
-
-
-def compile_token_losses(spec: StepSpec) -> jax.stages.Compiled:
-    """Compiles `step_gradients.compute_token_losses`, whose results all devices get: 5 bytes for
-    each token of the batch.
-
-    Raises: as `compile`.
-    """
-    return compile_forward(spec, functools.partial(step_gradients.compute_token_losses, spec))
 
 
 def compile_forward(spec: StepSpec, compute: Callable[..., Any]) -> jax.stages.Compiled:

@@ -25,16 +25,15 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
-from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
-from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload
+from jaxsp.attention.kernels import cudnn_calls, cudnn_limits
+from jaxsp.attention.kernels.cudnn_limits import CallSplit
+from jaxsp.attention.kernels.kernel import AttentionWorkload, KernelSettings
 from jaxsp.checkpoint import reader, run_paths, writer
-from jaxsp.core import host_memory
 from jaxsp.core.units import GIB
 from jaxsp.planning import estimate
-from jaxsp.run import benchmark, jax_limits
+from jaxsp.run import benchmark, preflight
 from jaxsp.sharding import host_offload
-from jaxsp.system import hardware
+from jaxsp.system import device_memory, hardware
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from scripts.bench import cases, kernel_trace, machine, results
@@ -88,9 +87,9 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
     """
     os.environ.update({_POOL_VARIABLE: "1", "XLA_CLIENT_MEM_FRACTION": "0.5"})
     device = jax.devices()[0]
-    kinds = {"device": 8, host_memory.MEMORY_KIND: 1}
+    kinds = {"device": 8, device_memory.MEMORY_KIND: 1}
     if jax.__version_info__ < host_offload.MIN_RELEASE and device.platform == "cpu":
-        del kinds[host_memory.MEMORY_KIND]
+        del kinds[device_memory.MEMORY_KIND]
     num_rows = mib * 2**20 // (4 * 1024)
     state = {}
     for kind, count in kinds.items():
@@ -103,9 +102,9 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
 
     def update(arrays: Any) -> Any:
         def add(x: Any) -> Any:
-            is_on_host = host_memory.is_on_host(x)
-            x = host_memory.to_device(x) + 1
-            return host_memory.to_host(x) if is_on_host else x
+            is_on_host = device_memory.is_on_host(x)
+            x = device_memory.to_device(x) + 1
+            return device_memory.to_host(x) if is_on_host else x
 
         return jax.tree.map(add, arrays)
 
@@ -137,25 +136,25 @@ _WORKSPACES = ((32, 8, 1), (32, 8, 64), (8, 8, 64))
 
 
 def measure_workspace(folder: pathlib.Path) -> Iterator[Number]:
-    """Compiles attention and compares cuDNN's workspace with `cudnn_memory.workspace_bytes`."""
+    """Compiles attention and compares cuDNN's workspace with `cudnn_limits.workspace_bytes`."""
     device = jax.devices()[0]
     for num_heads, num_kv_heads, max_segments in _WORKSPACES:
         work = make_workload(num_heads, num_kv_heads, max_segments)
-        work = cudnn_memory.adapt_to_devices(work, [device])
-        split = cudnn_memory.choose_split(work)
+        work = cudnn_limits.adapt_to_devices(work, [device])
+        split = cudnn_limits.choose_split(work)
         program = compile_attention(work, split, device).as_text() or ""
         workspace = cudnn_calls.read_workspace_bytes(program)
         if workspace is not None:
-            ratio = workspace / cudnn_memory.workspace_bytes(work, split)
+            ratio = workspace / cudnn_limits.workspace_bytes(work, split)
             kind = f"{num_heads}/{num_kv_heads} heads, up to {max_segments} documents"
             yield Number(f"workspace over formula, {kind}", ratio, "", 0.9, 1.03)
 
 
 def make_workload(
     num_heads: int, num_kv_heads: int, max_segments: int, *, row_tokens: int = 32768
-) -> KernelWorkload:
+) -> AttentionWorkload:
     """Attention over one row in bfloat16."""
-    return KernelWorkload(
+    return AttentionWorkload(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=128,
@@ -167,7 +166,9 @@ def make_workload(
     )
 
 
-def compile_attention(work: KernelWorkload, split: CallSplit, device: Any) -> jax.stages.Compiled:
+def compile_attention(
+    work: AttentionWorkload, split: CallSplit, device: Any
+) -> jax.stages.Compiled:
     """Compiles cuDNN's attention, forward and backward, for a device."""
     settings = KernelSettings(**split._asdict(), copies_segments=work.copies_segments)
     attend = make_attend(kernel="cudnn", settings=settings)
@@ -313,7 +314,7 @@ def _run_steps(
         for name, fields in {"batch": {"rows_per_step": count_gpus()}, **settings}.items()
     }
     config = config.model_copy(update=sections)
-    jax_limits.choose_platform(config)
+    preflight.choose_platform(config)
     return benchmark.benchmark_steps(config, num_steps=NUM_STEPS)
 
 

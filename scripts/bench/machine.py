@@ -21,7 +21,7 @@ def main() -> int:
         return 2
     import jax
 
-    from jaxsp.attention.kernels.cudnn import cudnn_calls
+    from jaxsp.attention.kernels import cudnn_calls
 
     device = jax.devices()[0]
     loaded = cudnn_calls.installed_version()

@@ -1,30 +1,28 @@
-"""Times packing, and how full the rows become, compared with grain and TRL on the same lengths.
+"""Times packing, and how full the rows become, compared with TRL on the same lengths.
 
     python -m scripts.bench.packing --out scripts/bench/results/today-packing.json
     python -m scripts.bench.packing --trl-documents 1000000    # needs 10 GB of memory
 
 First a million documents with a mean length of 1,000 tokens, then 20,000 documents each of lengths
 that are harder to pack. jaxsp plans from the lengths, with at most a number of documents in a row,
-a limit that the others do not have. They move tokens as they pack: here one byte each, the least
-that they accept; making these is not timed. Needs trl for TRL's packer: pip install trl==1.16.0.
+a limit that TRL does not have. TRL moves tokens as it packs: here one byte each, the least that it
+accepts; making these is not timed. Needs trl for TRL's packer: pip install trl==1.16.0.
 """
 
 import argparse
 import dataclasses
 import importlib.util
-import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 
 import datasets
-import grain
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxsp.data.packing import packing
+from jaxsp.data import packing
 from scripts.bench import machine, results
 
 MODULE = "scripts.bench.packing"
@@ -32,17 +30,12 @@ MODULE = "scripts.bench.packing"
 MAX_SEGMENTS = (64, 128)
 """data.max_segments_per_row: the default, and twice that."""
 
-NUM_BINS = 64
-"""Number of rows that grain's packers fill at one time."""
+_LINE = "{:<20} {:<31} {:>10} {:>8} {:>8} {:>10} {:>8} {:>6}"
 
-_LINE = "{:<20} {:<31} {:>10} {:>8} {:>8} {:>10} {:>8} {:>8} {:>6}"
-
-HEADER = _LINE.format(
-    "lengths", "packer", "documents", "s", "s for 1M", "full %", "rows", "bound", "most"
-)
+HEADER = _LINE.format("lengths", "packer", "documents", "s", "s for 1M", "full %", "rows", "most")
 """Columns of a case.
 
-s for 1M: in proportion, if fewer were packed. bound: fewest rows possible. most: segments in a row.
+s for 1M: in proportion, if fewer were packed. most: segments in a row.
 """
 
 DrawLengths = Callable[[np.random.Generator, int], np.ndarray]
@@ -71,8 +64,6 @@ class Case:
     fullness: float
     """Fraction of the rows' tokens that documents fill."""
     rows: int
-    bound: int
-    """Fewest rows that these segments need, with the same limit for segments in a row."""
     most: int
     """Largest number of segments in a row."""
 
@@ -117,13 +108,11 @@ def main(arguments: list[str]) -> int:
     parser = results.make_parser(MODULE, __doc__)
     add = parser.add_argument
     add("--documents", type=int, default=1_000_000, help="with a mean of 1,000 tokens")
-    few = [20_000, 100_000]
-    add("--grain-documents", type=int, nargs="+", default=few, help="number of these for grain")
     add("--trl-documents", type=int, default=200_000, help="number of these for TRL")
     add("--harder-documents", type=int, default=20_000, help="of each of the other lengths")
     add("--repeats", type=int, default=5, help="of jaxsp's planning")
     args = parser.parse_args(arguments)
-    packages = ["numpy", "grain"]
+    packages = ["numpy"]
     if has_trl():
         packages.append("trl")
     else:
@@ -141,18 +130,14 @@ def main(arguments: list[str]) -> int:
 def run_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Runs every packer on its lengths."""
     harder = args.harder_documents
-    sizes = [(MANY, args.documents, args.grain_documents, args.trl_documents)]
-    sizes += [(drawn, harder, [harder], harder) for drawn in HARDER]
-    for drawn, num_documents, num_grain, num_trl in sizes:
+    sizes = [(MANY, args.documents, args.trl_documents)]
+    sizes += [(drawn, harder, harder) for drawn in HARDER]
+    for drawn, num_documents, num_trl in sizes:
         lengths = drawn.draw(np.random.default_rng(0), num_documents)
         for limit in MAX_SEGMENTS:
             seconds, counts = pack_jaxsp(lengths, drawn.row_tokens, limit, args.repeats)
             packer = f"jaxsp, {limit} at most"
-            yield make_case(drawn, lengths, packer, seconds, counts, max_segments=limit)
-        for name, num_documents in itertools.product(("FirstFit", "BestFit"), num_grain):
-            part = lengths[:num_documents]
-            seconds, counts = pack_grain(part, drawn.row_tokens, name)
-            yield make_case(drawn, part, f"grain {name}, {NUM_BINS} rows", seconds, counts)
+            yield make_case(drawn, lengths, packer, seconds, counts)
         if not has_trl():
             continue
         for name, batch_size in (("1,000 at a time", 1000), ("all at once", None)):
@@ -167,11 +152,8 @@ def make_case(
     packer: str,
     seconds: float,
     counts: np.ndarray,
-    *,
-    max_segments: int | None = None,
 ) -> Case:
     """The case of a packer. Args: counts: number of segments of each row."""
-    segments = packing.split_documents(lengths, drawn.row_tokens).length
     return Case(
         lengths=drawn.name,
         row_tokens=drawn.row_tokens,
@@ -180,7 +162,6 @@ def make_case(
         seconds=seconds,
         fullness=int(lengths.sum()) / (len(counts) * drawn.row_tokens),
         rows=len(counts),
-        bound=min_rows(segments, drawn.row_tokens, max_segments or len(lengths)),
         most=int(counts.max()),
     )
 
@@ -198,7 +179,6 @@ def format_case(case: Case) -> str:
         million_s,
         f"{100 * case.fullness:.3f}",
         f"{case.rows:,}",
-        f"{case.bound:,}",
         case.most,
     )
 
@@ -212,22 +192,6 @@ def pack_jaxsp(lengths: np.ndarray, row_tokens: int, max_segments: int, repeats:
         plan = packing.plan_rows(segments, row_tokens=row_tokens, max_segments=max_segments, seed=0)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds), np.diff(plan.row_starts)
-
-
-def pack_grain(lengths: np.ndarray, row_tokens: int, name: str) -> Packed:
-    """Packs with the packer of grain that has this name. It gets segments, as it splits nothing."""
-    zeros = np.zeros(row_tokens, np.int8)
-    segments = packing.split_documents(lengths, row_tokens).length.tolist()
-    source = grain.MapDataset.source(segments).map(lambda length: {"tokens": zeros[:length]})
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    rows = getattr(grain.experimental, f"{name}PackIterDataset")(
-        source.to_iter_dataset(options),
-        length_struct={"tokens": row_tokens},
-        num_packing_bins=NUM_BINS,
-    )
-    began = time.perf_counter()
-    counts = [int(row["tokens_segment_ids"].max()) for row in rows]
-    return time.perf_counter() - began, np.array(counts)
 
 
 def pack_trl(lengths: np.ndarray, row_tokens: int, batch_size: int | None) -> Packed:
@@ -255,27 +219,6 @@ def make_zeros(lengths: np.ndarray) -> datasets.Dataset:
     if offsets[-1] < 2**31:  # the type that `datasets` gives to lists
         tokens = tokens.cast(pa.list_(pa.int8()))
     return datasets.Dataset(pa.table({"input_ids": tokens}))
-
-
-def min_rows(lengths: np.ndarray, row_tokens: int, max_segments: int) -> int:
-    """A lower bound for the number of rows that segments need.
-
-    Source: Martello and Toth 1990, Knapsack Problems, section 8.3.2, bound L2. Take a size s of at
-        most half a row. No row holds two segments longer than half a row. A segment longer than a
-        row minus s shares its row with none of at least s. So segments from s to half a row have
-        only the space that the other long ones leave, and more rows.
-    """
-    lengths = np.sort(lengths)
-    sums = np.concatenate([[0], np.cumsum(lengths)])
-    best = max(-(-int(sums[-1]) // row_tokens), -(-len(lengths) // max_segments))
-    half = np.searchsorted(lengths, row_tokens // 2, side="right")
-    for size in np.unique(np.linspace(1, row_tokens // 2, 1000).astype(int)):
-        small = np.searchsorted(lengths, size)
-        large = np.searchsorted(lengths, row_tokens - size, side="right")
-        space = (large - half) * row_tokens - (sums[large] - sums[half])
-        num_more = max(0, -(-int(sums[half] - sums[small] - space) // row_tokens))
-        best = max(best, len(lengths) - int(half) + num_more)
-    return best
 
 
 def has_trl() -> bool:

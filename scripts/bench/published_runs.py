@@ -10,22 +10,18 @@ minutes, with the plan extra and without a GPU.
 """
 
 import dataclasses
+import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import yaml
 
 from jaxsp.hf import published
 from jaxsp.planning.planner import Plan
 from scripts.bench import configs, machine, results
 
 MODULE = "scripts.bench.published_runs"
-
-CUDNN = "cuDNN"
-FLASH2 = "FlashAttention-2"
-"""Attention kernels. Estimates assume cuDNN."""
-
-TRL = "https://github.com/huggingface/trl/pull"
-DGXC = "https://github.com/NVIDIA/dgxc-benchmarking/blob"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,116 +35,21 @@ class Run:
     """From gpus.GPUS."""
     num_devices: int
     data: int
-    """Devices along the mesh axis `data`."""
     seq: int
-    """Devices along the mesh axis `seq`."""
     row_tokens: int
     rows_per_step: int
-    rows_per_microbatch: int = 1
-    """Rows that a sequence-parallel group works on at one time."""
+    rows_per_microbatch: int
     memory: Mapping[str, Any]
-    """Fields of the config's group `memory`."""
-    measured_s: tuple[float, ...]
-    """Seconds per step: one or more measurements of this run, the shortest first."""
+    measured_s: Sequence[float]
     kernel: str
-    """Attention kernel of the run."""
     source: str
-    """URL."""
     note: str
-    """Differences between the run and the plan, and what was inferred."""
 
 
-MILLION_TOKENS: dict[str, Any] = {
-    "device": "h100-80gb",
-    "num_devices": 8,
-    "data": 1,
-    "seq": 8,
-    "row_tokens": 1048576,
-    "rows_per_step": 1,
-}
-
-OFFLOADED = {"remat": "full", "offload_activations": "layer_inputs"}
-
-RUNS = (
-    Run(
-        name="TRL Qwen3-8B 1M",
-        model="Qwen/Qwen3-8B",
-        **MILLION_TOKENS,
-        memory=OFFLOADED,
-        measured_s=(364, 373, 380),
-        kernel=CUDNN,
-        source=f"{TRL}/6846",
-        note="364 s: pull 6845; 373 s: huggingface/transformers pull 48324; 380 s: pull 6846. "
-        "FSDP2, context parallelism over 8 GPUs, gradient checkpointing with offload",
-    ),
-    Run(
-        name="TRL Qwen3-32B 1M",
-        model="Qwen/Qwen3-32B",
-        **MILLION_TOKENS,
-        memory={**OFFLOADED, "offload_optimizer": "state"},
-        measured_s=(1295,),
-        kernel=CUDNN,
-        source=f"{TRL}/6845",
-        note="The kernel is inferred: in the same table Qwen3-8B takes 364 s, which it does with "
-        "cuDNN only. The plan has its optimizer state on the host, without which it does not fit",
-    ),
-    Run(
-        name="MaxText Llama-2-70B 4K",
-        model="meta-llama/Llama-2-70b-hf",
-        device="h100-80gb",
-        num_devices=64,
-        data=64,
-        seq=1,
-        row_tokens=4096,
-        rows_per_step=128,
-        rows_per_microbatch=2,
-        memory={"remat": "save_attention"},
-        measured_s=(6.999, 7.908),
-        kernel=CUDNN,
-        source=f"{DGXC}/v24.11.1/maxtext/README_70b.md",
-        note="Table (6.999 s) and sample log (7.908 s) of the same page differ. Its remat policy "
-        "keeps more than `save_attention`: Q, K, V and output projections (configure.sh)",
-    ),
-    Run(
-        name="MaxText Llama-3-70B 8K",
-        model="meta-llama/Meta-Llama-3-70B",
-        device="h100-80gb",
-        num_devices=128,
-        data=128,
-        seq=1,
-        row_tokens=8192,
-        rows_per_step=256,
-        rows_per_microbatch=2,
-        memory={"remat": "full"},
-        measured_s=(15.563, 15.570),
-        kernel=CUDNN,
-        source=f"{DGXC}/v25.02/maxtext/README_70b.md",
-        note="Its remat policy keeps the Q, K and V projections (configure.sh)",
-    ),
-    Run(
-        name="Transformers Qwen3-8B 1M",
-        model="Qwen/Qwen3-8B",
-        **MILLION_TOKENS,
-        memory=OFFLOADED,
-        measured_s=(606,),
-        kernel=FLASH2,
-        source="https://github.com/huggingface/transformers/pull/48324",
-        note="The TRL run where torch did not select cuDNN; with cuDNN it took 373 s",
-    ),
-    Run(
-        name="ALST Llama-3.1-8B 3.7M",
-        model="meta-llama/Llama-3.1-8B",
-        **{**MILLION_TOKENS, "row_tokens": 3702784},
-        memory={**OFFLOADED, "offload_optimizer": "state"},
-        measured_s=(6455,),
-        kernel=FLASH2,
-        source="https://arxiv.org/abs/2506.13996",
-        note="1:47:35 an iteration, quoted from the paper's table, which was not read again. The "
-        "kernel is that of ArcticTraining's recipe run-h100-sp8-llama-8b.yml, which was read. The "
-        "row is 3.7M to the nearest multiple of 8 x 4,096",
-    ),
-)
-"""Runs with the kernel that estimates assume come first."""
+def read_runs() -> list[Run]:
+    """The runs of published_runs.yaml."""
+    text = pathlib.Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    return [Run(**fields) for fields in yaml.safe_load(text)]
 
 
 def main(arguments: list[str]) -> int:
@@ -157,7 +58,7 @@ def main(arguments: list[str]) -> int:
     configs.prepare_to_plan()
     versions = machine.read_cpu_versions("jax", "jaxlib", "jax-cuda12-plugin")
     contents = results.open_results(MODULE, arguments, **versions)
-    for run in RUNS:
+    for run in read_runs():
         plan = make_plan(run)
         assert plan.step_s_estimate is not None, f"{run.name}: in bfloat16 there is an estimate"
         ratios = [seconds / plan.step_s_estimate for seconds in run.measured_s]

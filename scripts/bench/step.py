@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.attention.selection import KERNELS
 from jaxsp.core import units
 from jaxsp.core.errors import UserError

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.kernels import cudnn_calls
 
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
@@ -127,26 +127,13 @@ def scatter(values, tokens, inside, like):
     return memory.at[tokens].set(values, mode="drop").reshape(like.shape).astype(like.dtype)
 
 
-def forward(
-    q,
-    k,
-    v,
-    _bias,
-    q_lengths,
-    kv_lengths,
-    q_offsets,
-    kv_offsets,
-    *_page_tables,
-    scale,
-    sliding_window_length,
-    mask_type,
-    **_params,
-):
-    if mask_type.name == "PADDING":
+def forward(q, k, v, _bias, q_lengths, kv_lengths, q_offsets, kv_offsets, *_more, **params):
+    scale = params["scale"]
+    if params["mask_type"].name == "PADDING":
         return off_diagonal_forward(q, k, v, q_lengths, kv_lengths, scale)
     tokens_q, tokens_k, inside = bins(q, k, q_lengths, q_offsets, kv_offsets)
     last = q.shape[0] * q.shape[1] - 1
-    causal = causal_mask(q.shape[1], sliding_window_length)
+    causal = causal_mask(q.shape[1], params["sliding_window_length"])
 
     def compute_bin(tokens_q, tokens_k, inside):
         tokens_q = jnp.minimum(tokens_q, last)
@@ -158,31 +145,14 @@ def forward(
     return scatter(out, tokens_q, inside, q), jnp.where(inside[:, None], lse, jnp.nan)
 
 
-def backward(
-    q,
-    k,
-    v,
-    _bias,
-    q_lengths,
-    kv_lengths,
-    q_offsets,
-    kv_offsets,
-    _page_table_k,
-    _page_table_v,
-    lse,
-    out,
-    dout,
-    *_more,
-    scale,
-    sliding_window_length,
-    mask_type,
-    **_params,
-):
-    if mask_type.name == "PADDING":
+def backward(q, k, v, _bias, q_lengths, kv_lengths, q_offsets, kv_offsets, *rest, **params):
+    _, _, lse, out, dout, *_ = rest  # after two page tables
+    scale = params["scale"]
+    if params["mask_type"].name == "PADDING":
         return off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout, scale)
     tokens_q, tokens_k, inside = bins(q, k, q_lengths, q_offsets, kv_offsets)
     last = q.shape[0] * q.shape[1] - 1
-    causal = causal_mask(q.shape[1], sliding_window_length)
+    causal = causal_mask(q.shape[1], params["sliding_window_length"])
 
     def compute_bin(tokens_q, tokens_k, inside, lse):
         tokens_q = jnp.minimum(tokens_q, last)
@@ -202,10 +172,9 @@ def backward(
 
 def on_cpu() -> None:
     """Makes jax's cuDNN calls compute by this contract when they are compiled for CPUs."""
-    library = cudnn_calls._library()
     primitives = {
-        library._dot_product_attention_fwd_p: forward,
-        library._dot_product_attention_bwd_p: backward,
+        cudnn_calls.library._dot_product_attention_fwd_p: forward,
+        cudnn_calls.library._dot_product_attention_bwd_p: backward,
     }
     for primitive, function in primitives.items():
         lowering = mlir.lower_fun(function, multiple_results=True)

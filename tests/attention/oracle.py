@@ -1,12 +1,24 @@
-"""Attention that materializes the whole score matrix: the slow and obvious oracle of tests."""
+"""Attention that materializes the whole score matrix: the slow and obvious oracle of tests; and
+inputs for comparisons with it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.kernel import ScoreConfig
-from jaxsp.attention.kernels.residuals import Gradients, Saved
+from jaxsp.attention.kernels.kernel import (
+    AttentionFunctions,
+    Gradients,
+    Kernel,
+    KernelSettings,
+    Saved,
+    ScoreConfig,
+)
 from jaxsp.attention.kernels.segments import Segments
 
 _PLAIN = ScoreConfig()
@@ -38,6 +50,75 @@ def attention(
     return out.astype(q_BLhK.dtype)
 
 
+def make_attend(score: ScoreConfig = _PLAIN) -> Callable[..., Array]:
+    """The oracle with output and gradients of 0 at padding."""
+
+    def attend(
+        q: Array, k: Array, v: Array, starts: Array, lengths: Array, **options: Array
+    ) -> Array:
+        inside_BL11 = segments.segment_mask(starts, lengths, q.shape[1])[..., None, None]
+        qkv = [jnp.where(inside_BL11, x, 0) for x in (q, k, v)]
+        out = attention(*qkv, starts, lengths, score=score, **options)
+        return jnp.where(inside_BL11, out, 0)
+
+    return attend
+
+
+def draw(B: int, L: int, h: int, g: int, K: int) -> list[np.ndarray]:
+    """q, k, v and a cotangent of the output, made by numpy: JAX would compile each step."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((B, L, heads, K), np.float32) for heads in (h, g, g, h)]
+
+
+def make_slots(rows: Sequence[Sequence[tuple[int, int]]], num_slots: int) -> list[np.ndarray]:
+    """Starts and lengths of rows, given those of each segment."""
+    starts, lengths = np.zeros((2, len(rows), num_slots), np.int32)
+    for row, places in enumerate(rows):
+        for slot, (start, length) in enumerate(places):
+            starts[row, slot] = start
+            lengths[row, slot] = length
+    return [starts, lengths]
+
+
+def differentiate(attend: Callable[..., Array]) -> Callable[..., dict[str, np.ndarray]]:
+    """Compiled `(q, k, v, dout, starts, lengths, **options)` -> output, dq, dk, dv, and dsinks if
+    there are sinks."""
+
+    @jax.jit
+    def compute(q, k, v, dout, starts, lengths, options):  # type: ignore[no-untyped-def]
+        sinks = {"sinks_H": options.pop("sinks_H")} if "sinks_H" in options else {}
+        run = lambda q, k, v, sinks: attend(q, k, v, starts, lengths, **sinks, **options)
+        out, pull = jax.vjp(run, q, k, v, sinks)
+        dq, dk, dv, dsinks = pull(dout)
+        gradients = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+        return gradients | ({"dsinks": dsinks["sinks_H"]} if dsinks else {})
+
+    return lambda *inputs, **options: jax.tree.map(np.asarray, compute(*inputs, options))
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionKernel(Kernel):
+    """A differentiable function for whole rows as a kernel."""
+
+    name = "function"
+
+    function: Callable[..., Array]
+    """`(q, k, v, starts, lengths) -> out`."""
+
+    def make_row_functions(
+        self, settings: KernelSettings, score: ScoreConfig
+    ) -> AttentionFunctions:
+        def forward(q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
+            B, L, h, _ = q.shape
+            return self.function(q, k, v, *segments[:2]), jnp.full((B, h, L), jnp.nan)
+
+        def backward(saved: Saved, segments: Segments) -> Gradients:
+            function = lambda *qkv: self.function(*qkv, *segments[:2])
+            return jax.vjp(function, *saved[:3])[1](saved.dout)
+
+        return AttentionFunctions(forward, backward)
+
+
 def forward(
     q: Array, k: Array, v: Array, rows: Segments, *, score: ScoreConfig
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
@@ -66,6 +147,20 @@ def backward(saved: Saved, rows: Segments, *, score: ScoreConfig) -> Gradients:
     dq, dk = pull_scores(jnp.where(mask, weights * (dweights - delta[..., None]), 0))
     (dv,) = pull_v(jnp.einsum("Bhqk,BqhK->BkhK", weights, dout, precision="highest"))
     return dq, dk, dv
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleKernel(Kernel):
+    """The oracle as a kernel."""
+
+    name = "oracle"
+
+    def make_row_functions(
+        self, settings: KernelSettings, score: ScoreConfig
+    ) -> AttentionFunctions:
+        return AttentionFunctions(
+            functools.partial(forward, score=score), functools.partial(backward, score=score)
+        )
 
 
 def _find_scores(

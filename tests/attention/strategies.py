@@ -1,7 +1,7 @@
 """Strategies by their degrees, for tests of all of them."""
 
 from jaxsp.attention import selection
-from jaxsp.attention.strategies.strategy import Strategy, combine
+from jaxsp.attention.strategy import Strategy, combine
 
 
 def make_strategy(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.attend import make_attend
-from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_calls, cudnn_limits, cudnn_memory
-from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
-from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload, ScoreConfig
+from jaxsp.attention.kernels import cudnn_bins, cudnn_calls, cudnn_limits
+from jaxsp.attention.kernels.cudnn_limits import CallSplit
+from jaxsp.attention.kernels.kernel import AttentionWorkload, KernelSettings, ScoreConfig
 from jaxsp.planning import absent
 
 pytestmark = pytest.mark.e2e
@@ -66,7 +66,7 @@ def windows(text, suffix):
     ],
 )
 def test_xla_supports_head_sizes_to_256_and_windows(slots, K, window, expected, h100):
-    workload = KernelWorkload(
+    workload = AttentionWorkload(
         num_heads=H,
         num_kv_heads=G,
         head_dim=K,
@@ -93,7 +93,7 @@ def test_xla_supports_head_sizes_to_256_and_windows(slots, K, window, expected, 
     # last.
     assert max(map(len, lse_shapes)) == 1
     assert set.union(*lse_shapes) == set(shapes)
-    assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_memory.lse_bytes(
+    assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_limits.lse_bytes(
         workload, CallSplit(1, cudnn_bins.CAPACITY_FACTOR)
     )
 

@@ -1,7 +1,7 @@
 """Traffic of collectives inside nodes and between them, against counts by hand."""
 
-from jaxsp.attention.strategies import nodes
-from jaxsp.attention.strategies.nodes import Load
+from jaxsp.attention import nodes
+from jaxsp.attention.nodes import Load
 
 
 def find(operation, groups, node_devices=4, **options):

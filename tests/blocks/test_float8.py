@@ -17,7 +17,6 @@ from jaxsp.run import resume, selfcheck
 from jaxsp.training import step_descriptions
 from tests import batches, messages
 from tests.training import runs
-from tests.training.test_memory_options import works_here
 
 T = 24
 I = 64
@@ -141,7 +140,7 @@ def test_the_matrices_with_such_products_are_counted():
 
 def test_runs_may_resume_with_other_products():
     model = batches.model(linear_dtype="float8")
-    assert resume._without_training_choices(model) == batches.model()
+    assert resume.describe_model(model) == resume.describe_model(batches.model())
 
 
 LORA = Lora(rank=4, scale=2.0, targets=("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"))
@@ -165,7 +164,7 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(name, small_shards):
     """In float32; a value that is rounded the other way on another mesh is the largest error. The
     reference has whole matrices, and quantizes them where they are multiplied."""
     lora, num_heads, num_scaled, meshes = CASES[name]
-    if not all(map(works_here, meshes.values())):
+    if not all(map(runs.works_here, meshes.values())):
         pytest.skip("needs host memory")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": num_heads, "head_dim": 16}
     plain = batches.model(lora=lora, **sizes)

@@ -26,7 +26,6 @@ from jaxsp.sharding import host_offload
 from tests import batches
 from tests.planning import sent_bytes
 from tests.training import runs
-from tests.training.test_memory_options import NEEDS_HOST
 
 pytestmark = pytest.mark.usefixtures("small_shards")
 
@@ -185,7 +184,7 @@ def test_adapters_find_its_projections():
 
 
 @pytest.mark.e2e
-@NEEDS_HOST
+@runs.NEEDS_HOST
 def test_offloaded_layers_have_the_same_gradients(monkeypatch, record_property):
     """Two periods of two layers, each with its input in host memory."""
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)

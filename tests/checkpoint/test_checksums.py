@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.checkpoint import checksums
-from jaxsp.core import axes, host_memory
+from jaxsp.core import axes
 from jaxsp.model import decoder
+from jaxsp.system import device_memory
 from tests import batches
 
 MESHES = ((1, 1, 1), (1, 2, 4), (1, 8, 1), (2, 2, 2), (1, 1, 2))
@@ -77,7 +78,7 @@ def test_checksum_is_the_same_on_every_mesh(sizes):
 def test_checksum_is_the_same_in_host_memory():
     array = example((3, 9, 16))
     digests = checksums.compute_on_devices(
-        {"a": store(array, (1, 2, 4), 1, host_memory.MEMORY_KIND)}, {"a": array}
+        {"a": store(array, (1, 2, 4), 1, device_memory.MEMORY_KIND)}, {"a": array}
     )
     assert digests == {"a": checksums.compute_on_host(array)}
 

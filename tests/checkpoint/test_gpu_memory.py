@@ -8,7 +8,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint._src.serialization import replica_slices
 
 from jaxsp.checkpoint import reader, run_paths, writer
-from jaxsp.core.host_memory import MEMORY_KIND
+from jaxsp.system.device_memory import MEMORY_KIND
 
 
 @pytest.mark.parametrize("memory_kind", ["device", MEMORY_KIND])

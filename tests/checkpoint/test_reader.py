@@ -9,7 +9,7 @@ from jaxsp.checkpoint import reader, run_paths
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError, EarlyStoppingState
 from jaxsp.core.errors import UserError
 from jaxsp.run import resume
-from jaxsp.run.run_config import RunConfig
+from jaxsp.run.config_file import RunConfig
 from tests import messages
 
 

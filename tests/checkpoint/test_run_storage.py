@@ -10,7 +10,7 @@ import pytest
 from jaxsp.checkpoint import run_paths, run_storage
 from jaxsp.checkpoint.run_storage import Uploads
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.run.run_config import RunConfig
+from jaxsp.run.config_file import RunConfig
 from jaxsp.system import object_store, run_lock
 from jaxsp.system.object_store import ObjectStore
 from tests.checkpoint import store_server
@@ -50,6 +50,17 @@ def upload(uploads, step):
     uploads.claim()
     uploads.upload_shards(step)
     uploads.finish(step)
+
+
+def make_run(folder, store=None, steps=()):
+    """Makes a local run. Returns its uploads, with checkpoints of these steps."""
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").touch()
+    uploads = Uploads(store, folder, set())
+    for step in steps:
+        write_checkpoint(folder, step)
+        upload(uploads, step)
+    return uploads
 
 
 def put(store, folder, name, content):
@@ -114,12 +125,7 @@ def test_a_kill_between_two_requests_leaves_no_checkpoint_that_looks_complete(
         pass
 
     folder = tmp_path / "run"
-    uploads = Uploads(store, folder, set())
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").touch()
-    for step in (2, 3):
-        write_checkpoint(folder, step)
-        upload(uploads, step)
+    uploads = make_run(folder, store, [2, 3])
     shutil.rmtree(folder / "checkpoints/2")
     count = 0
     is_killed = False
@@ -164,12 +170,10 @@ def test_a_kill_between_two_requests_leaves_no_checkpoint_that_looks_complete(
 
 
 def test_only_files_that_have_changed_are_uploaded_again(store, tmp_path, monkeypatch):
-    uploads = Uploads(store, tmp_path, set())
-    for name in ("config.yaml", "metrics.jsonl", "model/tokenizer.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "model").mkdir()
+    for name in ("metrics.jsonl", "model/tokenizer.json"):
         (tmp_path / name).write_text("1")
-    write_checkpoint(tmp_path, 3)
-    upload(uploads, 3)
+    uploads = make_run(tmp_path, store, [3])
     names = []
     put = ObjectStore.upload
     monkeypatch.setattr(
@@ -275,11 +279,8 @@ def test_a_job_that_died_before_its_first_checkpoint_was_complete_can_start_agai
     url, store, tmp_path, monkeypatch
 ):
     """Process 1 uploads a shard only after process 0 has claimed the store."""
-    folder = tmp_path / "killed"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").touch()
-    write_checkpoint(folder, 3)
-    uploads = Uploads(store, folder, set())
+    uploads = make_run(tmp_path / "killed", store)
+    write_checkpoint(tmp_path / "killed", 3)
     uploads.claim()
     uploads.upload_shards(3)
     run_session(url, tmp_path / "a", monkeypatch)
@@ -308,10 +309,8 @@ def test_the_copy_of_an_exported_run_follows_the_store(store, url, tmp_path):
     with pytest.raises(UserError, match="contains no run"):
         run_storage.make_local(url)
     run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").touch()
     for meta in ('{"arrays": 1}', '{"arrays": 2}'):
-        uploads = Uploads(store, run, set())
+        uploads = make_run(run, store)
         for step in (2, 3):
             write_checkpoint(run, step, content=meta, meta=meta)
             upload(uploads, step)

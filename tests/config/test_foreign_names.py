@@ -6,7 +6,6 @@ import re
 import pytest
 
 from jaxsp.config import foreign_names
-from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.run import config_file
 
@@ -31,19 +30,19 @@ def problems(fields: dict, *words: str) -> list[str]:
 
 
 def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
-    names = [
-        name
-        for counterpart in dict.fromkeys(foreign_names.read_table()[0].values())
-        for name in counterpart.names
-    ]
+    counterparts = dict.fromkeys(foreign_names.read_table()[0].values())
+    names = [name for counterpart in counterparts for name in counterpart.names]
     assert len(names) == len(set(names)) >= 250
+    dotted = [name for name in names if "." in name]
+    assert len(dotted) >= 8
+    assert not any(map(is_field, dotted))
     groups = "|".join(config_file.SCHEMA.sections)
     pattern = re.compile(rf"(?<![\w./])(?:{groups})\.[a-z_]\w*(?:\.\d\.\w+)?(?:=[\w\[:\]-]+)?")
     num_fields = 0
-    for counterpart in dict.fromkeys(foreign_names.read_table()[0].values()):
+    for counterpart in counterparts:
         for name in pattern.findall(f"{counterpart.field or ''} {counterpart.note}"):
             field, _, value = name.partition("=")
-            resolve(field)
+            assert is_field(field), field
             num_fields += 1
             known = value and value.replace("FOLDER", "x")
             given = int(value) if value.isdecimal() else known
@@ -54,29 +53,9 @@ def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
     assert num_fields > 90
 
 
-def resolve(field: str) -> None:
-    """Asserts that the config has a dotted field."""
-    assert config_file.SCHEMA.find_fields(field.split(".")), field
-
-
-def test_no_name_with_a_group_is_a_field():
-    dotted = [
-        name
-        for counterpart in dict.fromkeys(foreign_names.read_table()[0].values())
-        for name in counterpart.names
-        if "." in name
-    ]
-    for name in dotted:
-        with pytest.raises((AssertionError, KeyError)):
-            resolve(name)
-    assert len(dotted) >= 8
-
-
-def test_two_names_that_are_equally_near_are_no_suggestion():
-    assert errors.find_nearest("bet", ["beta", "best"]) is None
-    assert errors.find_nearest("ab", ["abcd"]) is None
-    assert errors.find_nearest("rowtokens", ["row_tokens", "row_token"]) == "row_tokens"
-    assert errors.find_nearest("mseh", ["mesh", "batch"]) == "mesh"
+def is_field(name: str) -> bool:
+    """True if the config has a dotted field."""
+    return bool(config_file.SCHEMA.find_fields(name.split(".")))
 
 
 @pytest.mark.parametrize("file", ["axolotl.yaml", "training_arguments.json"])

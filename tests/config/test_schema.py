@@ -1,18 +1,14 @@
 """Valid configs, and the messages for invalid ones."""
 
 import pathlib
-import re
 from datetime import timedelta
 
 import pytest
-import yaml
 
 from jaxsp.config import config_file as loading
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
-from jaxsp.data.formats.chats import Messages
-from jaxsp.objectives.registry import OBJECTIVE
-from jaxsp.optimizers.registry import OPTIMIZER
+from jaxsp.data.chat_formats import Messages
 from jaxsp.run import config_file
 
 VALID = """
@@ -53,30 +49,16 @@ def test_overrides_change_the_file(file):
     assert config.model.config == {"model_type": "llama", "hidden_size": 64}
 
 
-@pytest.mark.parametrize("number", ["3e-4", "3.e-4", "0.3e-3", "3E-4", "+3e-04", "0.0003", "30e-5"])
-def test_numbers_with_exponents_are_numbers(file, number):
-    """PyYAML reads 3e-4 as text."""
-    assert config_file.load(
-        file, [f"optimizer.learning_rate={number}"]
-    ).optimizer.learning_rate == pytest.approx(3e-4)
-    file.write_text(VALID.replace("1.0e-3", number))
-    assert config_file.load(file, []).optimizer.learning_rate == pytest.approx(3e-4)
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("0", 0),
-        ("-7", -7),
-        ("1_000", 1000),
-        ("0x1f", 31),
-        (".5e3", 500.0),
-        ("0.5", 0.5),
-        ("2.", 2.0),
+        *((text, 3e-4) for text in ("3e-4", "0.3e-3", "3E-4", "+3e-04", "0.0003", "30e-5")),
+        *(("0", 0), ("-7", -7), ("1_000", 1000), ("0x1f", 31), (".5e3", 500.0), ("2.", 2.0)),
     ],
 )
-def test_other_numbers_of_yaml_are_numbers(text, number):
-    assert yaml_io.load(text) == number
+def test_numbers_of_yaml_with_or_without_an_exponent_are_numbers(text, number):
+    """PyYAML reads 3e-4 as text."""
+    assert yaml_io.load(text) == pytest.approx(number)
     assert type(yaml_io.load(text)) is type(number)
 
 
@@ -144,72 +126,6 @@ def test_the_example_of_every_field_is_valid():
         assert config_file.SCHEMA.coerce_value(key, yaml_io.load(text)) is not None, key
 
 
-def test_the_values_in_suggestions_are_valid(file):
-    for group, name, _ in fields():
-        key = f"{group}.{name}"
-        lists = ("targets", "target_parameters", "modules_to_save")
-        keys = (
-            "data.eval",
-            "eval.tasks",
-            "optimizer.groups",
-            *(f"adapter.{part}" for part in lists),
-        )
-        others = dict.fromkeys(keys, "x")
-        wrong = (others | {"logging.trackers": "3"}).get(key, "[]")
-        choice = {"objective": OBJECTIVE, "optimizer": OPTIMIZER}.get(group)
-        owner = [] if choice is None else [f"{group}.{choice.selector}={choice.owners(name)[0]}"]
-        owner = owner if key not in ("objective.type", "optimizer.name") else []
-        lines = "\n".join(problems(file, f"{key}={wrong}", *owner))
-        (example,) = re.findall(rf"For example ({key}=.*)\.$", lines, re.MULTILINE)
-        other = {
-            "optimizer.nesterov": ["optimizer.momentum=0.9"],
-            "run.epochs": ["run.steps=null"],
-            "model.source": ["model.config=null"],
-            "data.chat_template": ["data.train.0.format=messages"],
-            "data.chat_template_kwargs": ["data.train.0.format=messages"],
-            "run.early_stopping_patience": [
-                "data.eval_fraction=0.1",
-                "run.eval_every=epoch",
-                "run.steps=null",
-                "run.epochs=1",
-            ],
-            "run.early_stopping_min_delta": [
-                "run.early_stopping_patience=1",
-                "data.eval_fraction=0.1",
-                "run.eval_every=5",
-                "checkpoint.best_eval=held_out",
-            ],
-            "memory.offload_every": ["memory.offload_activations=layer_inputs"],
-            "memory.offload_during_attention": ["memory.offload_activations=layer_inputs"],
-            "checkpoint.best_eval": [
-                "checkpoint.keep_best=1",
-                "data.eval=[{source: a.txt, format: text, name: held out}]",
-            ],
-        }
-        if group == "objective" and name != "type":
-            form = OBJECTIVE.by_name()[OBJECTIVE.owners(name)[0]].format or "text"
-            formats = [f"data.train.{number}.format={form}" for number in (0, 1)]
-            needed = []
-            if OBJECTIVE.owners(name)[0] == "distill" and name != "teacher":
-                needed = ["objective.teacher=x"]
-                needed += ["objective.predictions=y"] if name == "top_k" else []
-            elif name == "max_completion_length":
-                needed = ["objective.loss_type=dr_grpo"]
-            other[key] = [*owner, *formats, *needed]
-        if group == "adapter" and name != "type":
-            other[key] = ["adapter.type=lora"]
-        config_file.load(file, [example, *owner, *other.get(key, [])])
-
-
-def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
-    """It has the default of max_segments_per_row, which is more than the row has tokens."""
-    saved = tmp_path / "saved.yaml"
-    saved.write_text(
-        yaml.safe_dump(config_file.load(file, ["data.row_tokens=32"]).model_dump(mode="json"))
-    )
-    assert config_file.load(saved, []).data.row_tokens == 32
-
-
 @pytest.mark.parametrize("text", [None, "- 1\n"])
 def test_without_the_repository_a_config_to_start_from_is_printed(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
@@ -266,9 +182,3 @@ def test_every_field_has_a_docstring_and_is_in_the_help():
         assert meaning in text
     for name, outer in config_file.Config.model_fields.items():
         assert f"{name}: {outer.annotation.__doc__.partition(chr(10))[0]}" in text
-
-
-def test_a_config_cannot_be_changed(file):
-    config = config_file.load(file, [])
-    with pytest.raises(ValueError, match="frozen"):
-        config.mesh.seq = 2

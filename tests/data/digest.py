@@ -18,11 +18,11 @@ from pyarrow import feather, parquet
 
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.layout import KEPT_ORDER
-from jaxsp.data.packing import summary
-from jaxsp.data.packing.loader import RowPlacement
+from jaxsp.data import dataset
+from jaxsp.data.loader import RowPlacement
 from jaxsp.run import config_file, data_sets
 from jaxsp.system import device_mesh
-from tests.data.chat import chats, test_chat
+from tests.data import chats, test_chat
 
 ROW = 256
 
@@ -157,7 +157,7 @@ def list_cases() -> dict[str, tuple[list[dict[str, object]], dict[str, object]]]
 
 
 def digest(train: list[dict[str, object]], fields: dict[str, object]) -> str:
-    """Digest of all that is read of a corpus, or its problems."""
+    """Digest of all rows of a corpus, and of the text about them; or its problems."""
     weights = {"steps": 9} if len(train) > 1 else {"epochs": 2}
     pairs = {"preference": {"type": "dpo"}, "unpaired": {"type": "kto"}}
     config = config_file.parse(
@@ -171,6 +171,7 @@ def digest(train: list[dict[str, object]], fields: dict[str, object]) -> str:
         }
     )
     seen = hashlib.sha256()
+    shown = ""
     try:
         problems = ProblemCollector()
         opened = data_sets.open_sources(config, for_training=True, problems=problems)
@@ -190,8 +191,8 @@ def digest(train: list[dict[str, object]], fields: dict[str, object]) -> str:
         documents = range(len(data.documents.lengths))
         seen.update(repr([data.documents.find_origin(number) for number in documents]).encode())
         schedule = data.make_schedule(4, num_steps=20)
-        seen.update(repr(summary.describe_data(data, config.data, schedule)).encode())
-        seen.update(summary.describe_documents(data).encode())
+        shown += repr(dataset.describe_data(data, config.data, schedule))
+        shown += dataset.describe_documents(data)
         loader = data.make_loader(schedule, placement)
         for step in range(20):
             batch = loader.read_step(step)
@@ -202,9 +203,8 @@ def digest(train: list[dict[str, object]], fields: dict[str, object]) -> str:
                 seen.update(
                     repr((bytes(batch.pairs.references_P2), batch.counts.documents_P2)).encode()
                 )
-    return (
-        f"{seen.hexdigest()[:32]} {len(made.documents.lengths)} {summary.describe_documents(made)}"
-    )
+    text = hashlib.sha256(shown.encode()).hexdigest()[:8]
+    return f"{seen.hexdigest()[:32]} {text} {dataset.describe_documents(made)}"
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from jaxsp.core import axes
 from jaxsp.core.layout import Layout
-from jaxsp.delta_rule import convolution, delta_rule
-from jaxsp.delta_rule.spans import RowSpans, find_segments
+from jaxsp.delta_rule import delta_rule
+from jaxsp.delta_rule.spans import RowSpans, convolve, find_segments
 from tests import batches
 
 G = 2
@@ -253,7 +253,7 @@ def test_the_convolution_and_its_gradients_are_those_of_each_document(name):
         segments = find_segments(starts, lengths, spans.own_tokens())
 
         def run(x, filters):
-            out = convolution.convolve(x, filters, segments, spans)
+            out = convolve(x, filters, segments, spans)
             return jnp.where(segments.inside_Bl[..., None], out, 0)
 
         out, pull = jax.vjp(run, x, filters)

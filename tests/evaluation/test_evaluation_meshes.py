@@ -11,7 +11,7 @@ from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.run import build, config_file, model_files
-from tests import batches
+from tests import batches, small_runs
 
 ROW_TOKENS = 384
 MODEL = batches.UNEVEN_LLAMA | {"initializer_range": 0.2}
@@ -22,7 +22,6 @@ TASKS = [
 """The second one needs longer rows."""
 MESHES = {
     "2 x 4": (8, ["mesh.data=2", "mesh.seq=4"]),
-    "1 x 8": (8, ["mesh.data=1", "mesh.seq=8"]),
     "ring": (4, ["mesh.seq=4", "attention.strategy=ring", "attention.ulysses_degree=1"]),
     "all-gather": (
         4,
@@ -46,18 +45,16 @@ def folder(tmp_path_factory):
 
 
 def evaluate(folder, num_devices, words):
-    fields = {
-        "run": {"directory": "unused", "steps": 1},
-        "model": {"config": MODEL, "tokenizer": "bytes", "compute_dtype": "float32"},
+    sections = {
+        "model": {"config": MODEL, "tokenizer": "bytes"},
         "data": {
-            "train": [{"source": "unused", "format": "tokens"}],
             "eval": [{"source": str(folder / "eval.jsonl"), "format": "tokens", "name": "a"}],
             "row_tokens": ROW_TOKENS,
         },
         "eval": {"tasks": TASKS, "long_ppl": True},
         "batch": {"rows_per_step": 8},
-        "optimizer": {"learning_rate": 0.0},
     }
+    fields = small_runs.make_fields(folder, **sections)
     resolved = build.prepare_model(
         config_file.parse(fields, words),
         devices=jax.devices()[:num_devices],

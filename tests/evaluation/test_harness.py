@@ -4,17 +4,19 @@ import copy
 import itertools
 import json
 import math
+import types
 
 import jax
 import numpy as np
 import pytest
 
+from jaxsp import eval as evaluation
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import tokenizers
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.run import build, config_file, model_files
-from tests import batches
-from tests.data.chat import chats
+from tests import batches, small_runs
+from tests.data import chats
 
 torch = pytest.importorskip("torch", reason="the harness's own model needs torch")
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
@@ -66,13 +68,8 @@ def models(folder):
     from jaxsp.evaluation import harness
 
     own = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=ROW_TOKENS - 1)
-    fields = {
-        "run": {"directory": "unused", "steps": 1},
-        "data": {"train": [{"source": "unused", "format": "tokens"}], "row_tokens": ROW_TOKENS},
-        "batch": {"rows_per_step": 1},
-        "model": {"source": str(folder), "compute_dtype": "float32"},
-        "optimizer": {"learning_rate": 0.0},
-    }
+    data = {"train": [{"source": "unused", "format": "tokens"}], "row_tokens": ROW_TOKENS}
+    fields = small_runs.make_fields(folder, model={"source": str(folder)}, data=data)
     resolved = build.prepare_model(
         config_file.parse(fields),
         devices=jax.devices()[:1],
@@ -97,10 +94,8 @@ def ask(model, kind, *requests):
 
 def test_answers_end_at_the_first_stop_text_which_may_be_a_special_token(models):
     untils = {
-        ("<|im_end|>",): " answer line",
         ("Question:", "</s>", "<|im_end|>"): " answer line",
         ("line<|im_end|>",): " answer line",
-        ("\n", "<|im_end|>"): " answer line",
         ("<|im_end|>\nmodel", " with"): " answer line\nmodel",
         ("\nmodel", " with"): " answer line",
         (" with no", " line"): " answer",
@@ -123,7 +118,6 @@ def test_likelihoods_are_those_of_the_harness(models):
     pairs = [
         (" indent", "ed line and no answer"),
         ("assist", "ants answer"),
-        ("an answ", "er line no"),
         ("an answer ", "no"),
         ("an answer  \n", "  leading"),
         ("an answer", "  \n no"),
@@ -161,6 +155,52 @@ def test_continuations_that_the_harness_refuses_are_refused(models, context, con
         ask(model, "loglikelihood", ("x", " no"), request)
 
 
+def test_the_longest_continuation_is_scored_as_a_whole(models):
+    expected, actual = (
+        model._loglikelihood_tokens([(None, [5], [7] * (ROW_TOKENS - 1))]) for model in models
+    )
+    assert actual[0][0] == pytest.approx(expected[0][0], rel=1e-4)
+
+
+def test_rolling_likelihoods_are_those_of_the_harness(models):
+    """Some texts take several windows."""
+    texts = [("an answer",), ("start one " * 60,), ("import os\nimport sys\n",)]
+    expected, actual = (ask(model, "loglikelihood_rolling", *texts) for model in models)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
+def test_options_that_generation_does_not_have_are_refused(models):
+    with pytest.raises(UserError, match=r"num_beams.*jaxsp export"):
+        ask(models[1], "generate_until", ("one", {"until": [], "num_beams": 4}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        (["--lm-eval", "a,,b"], "has an empty name"),
+        (["--lm-eval", "no such task"], "has no task no such task"),
+        (["--lm-eval", "x", "--limit", "0"], "--limit = 0: must be at least 1"),
+        (["--lm-eval", "x", "--lm-eval-tasks", "missing"], "there is no such folder"),
+        (["--limit", "3"], "Use it with --lm-eval TASK"),
+    ],
+)
+def test_wrong_tasks_are_refused_before_anything_is_computed(folder, words, pattern):
+    with pytest.raises(UserError, match=pattern):
+        evaluation.main([str(folder), f"data.row_tokens={ROW_TOKENS}", *words])
+
+
+def test_data_of_a_task_that_cannot_be_downloaded_is_an_error_of_one_line():
+    from jaxsp.evaluation import harness
+
+    def fail(*arguments, **options):
+        raise ConnectionError("Couldn't reach 'a/b' on the Hub\nmore")
+
+    manager = types.SimpleNamespace(load=fail)
+    with pytest.raises(UserError, match=r"^--lm-eval = x: Couldn't reach 'a/b' on the Hub\. Run"):
+        harness.evaluate(None, harness.HarnessTasks(["x"], manager, None, None, False), num_steps=0)
+
+
 def with_template(models, template, kwargs):
     """Both models with a chat template."""
     from jaxsp.evaluation import harness
@@ -182,7 +222,7 @@ THINKS = "{% if enable_thinking is false %}<no-think>{% endif %}" + chats.CHATML
 
 @pytest.mark.parametrize(
     ("template", "kwargs"),
-    [(chats.CHATML, {}), (chats.INST, {}), (chats.TURNS, {}), (THINKS, {"enable_thinking": False})],
+    [(chats.INST, {}), (chats.TURNS, {}), (THINKS, {"enable_thinking": False})],
 )
 def test_prompts_of_chats_are_those_of_the_harness(models, template, kwargs):
     """Also without the generation prompt, and without a system message that is refused."""
@@ -212,7 +252,7 @@ def test_chats_that_a_template_refuses_and_templates_that_are_missing_are_named(
         with_template(models, chats.TURNS, {"tools": []})
 
 
-@pytest.mark.parametrize("kwargs", [None, {}, {"enable_thinking": False}])
+@pytest.mark.parametrize("kwargs", [None, {"enable_thinking": False}])
 def test_tasks_have_the_scores_of_the_harness_and_no_git_is_run(
     models, tmp_path, monkeypatch, capfd, kwargs
 ):

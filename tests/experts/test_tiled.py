@@ -7,7 +7,7 @@ import pytest
 
 from jaxsp.blocks.config import EXPERTS, ClampedGate, ExpertsConfig, LayerConfig
 from jaxsp.blocks.experts import Experts
-from jaxsp.experts import places, routing, tiled
+from jaxsp.experts import routing, tiled
 from tests import batches
 
 GPT_OSS = ExpertsConfig(
@@ -98,7 +98,7 @@ def test_values_and_gradients_equal_a_loop_in_float64(how, num_tokens, num_chose
 @pytest.mark.parametrize("num_slots", [1, 16, 1000, 131072])
 def test_tiles_suffice_for_every_distribution(num_slots):
     for num_experts in (1, 8, 128):
-        tiles = places.choose_tiles(num_slots, num_experts)
+        tiles = tiled.choose_tiles(num_slots, num_experts)
         assert tiles.number % tiles.block == 0
         # As many experts as possible have a tile with one slot, and one expert has the others
         num_single = min(num_experts - 1, num_slots - 1)

@@ -1,4 +1,4 @@
-"""Malformed and hostile inputs by kind, for tests/faults/fuzz.py: functions make and read them."""
+"""Malformed and hostile inputs by kind, for test_fuzz.py: functions make and read them."""
 
 import gzip
 import json
@@ -7,22 +7,88 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+import safetensors.numpy
 import yaml
 
-from jaxsp.data.ingest import sources
-from jaxsp.data.tokenization import tokenize, tokenizers
+from jaxsp.data import sources, tokenize, tokenizers
 from jaxsp.run import config_file, model_files
 from tests import batches
-from tests.faults.fuzz_values import (
-    HOSTILE_TEMPLATES,
-    ODD_TEXTS,
-    ODD_VALUES,
-    PATTERNS,
-    mutate_bytes,
-    mutate_json,
-)
+
+_DEEP: Any = []
+for _ in range(200):
+    _DEEP = [_DEEP]
+
+ODD_VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 10**20, 10**400, 2**63),
+    *(float("nan"), float("inf"), "", " ", "a", "1", "null", "x" * 100_000, "9" * 5000),
+    *("\x1b]0;title\x07", "a\nb: c", "\u202e", "\x00", "../..", "/dev/zero", "{{ 1 }}", "(a+)+$"),
+    *([], [None], [[]], {}, {"a": {}}, {"": 1}, [1, "a", None], [True] * 1000, _DEEP),
+]
+"""Values in place of others; json writes NaN and Infinity as Python reads them."""
+
+ODD_TEXTS = [
+    *("0x" + "f" * 5000, "9" * 5000, "1e400", ".nan", "-.inf", "1_0", "010", "12:30", "2026-13-01"),
+    *("!!bool x", "!!int x", "!!float x", "!!timestamp x", "!!binary x", "!!null x", "!!omap [a]"),
+    *("!!set {a}", "!!python/name:os.system", "!x 1", "&a [*a]", "*a", "[" * 100, "[" * 100_000),
+    *("{a: {b: c}}", "{[1]: 2}", "? [a]", "a: b: c", *"@`%\t\0'", "\x1b[2J", "\u2028"),
+    *('"\\ud800"', "- a\n- b", "a" * 100_000, ",".join("a" * 10_000), "\ufeff", "~x/y", "s3://"),
+]
+"""Text of YAML in place of values."""
+
+HOSTILE_TEMPLATES = [
+    "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+    "{% if a %}" * 2000 + "{% endif %}" * 2000,
+    "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+    "{% for i in range(1000000000) %}{{ i }}{% endfor %}",
+    "{% macro a(x) %}{{ a(x) }}{% endmacro %}{{ a(1) }}",
+    "{{ " + "not " * 20_000 + "1 }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{% include '/etc/hostname' %}",
+]
+"""Chat templates that are too deep, or try to leave their sandbox."""
+
+PATTERNS = ["(a+)+$", "(a|aa)+$", "(.*)*x", "((((", "[", "\\p{Xx}", "(?=a)*", ""]
+
+
+def mutate_bytes(rng: random.Random, content: bytes, tokens: list[bytes]) -> bytes:
+    """Changes bytes: flips, removes, repeats or inserts some of them, once to four times."""
+    for _ in range(rng.randint(1, 4)):
+        start = rng.randrange(len(content) + 1)
+        stop = min(start + rng.choice([1, 1, 3, 20, 10**6]), len(content))
+        middle = content[start:stop]
+        change = rng.choice(["flip", "remove", "repeat", "insert"])
+        if change == "flip":
+            middle = bytes(byte ^ (1 << rng.randrange(8)) for byte in middle[:20]) + middle[20:]
+        elif change == "remove":
+            middle = b""
+        elif change == "repeat":
+            middle *= rng.choice([2, 50])
+        else:
+            middle = rng.choice(tokens) + middle
+        content = content[:start] + middle + content[stop:]
+    return content
+
+
+def mutate_json(rng: random.Random, value: Any, odd_values: list[Any] = ODD_VALUES) -> Any:
+    """Returns a copy in which one value, anywhere, is another one, removed or added."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.9:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key = rng.choice(keys)
+        copied = value.copy()
+        if rng.random() < 0.1:
+            del copied[key]
+        elif isinstance(value, dict) and rng.random() < 0.1:
+            copied[rng.choice(["", "x", "\x1b[31m", "a.b", "auto_map"])] = rng.choice(odd_values)
+        else:
+            copied[key] = mutate_json(rng, value[key], odd_values)
+        return copied
+    if type(value) is int and rng.random() < 0.5:
+        return rng.choice([value * 2, value // 2, value + 1, 1, 3, 64])
+    return rng.choice(odd_values)
+
 
 CONFIG = {
     "run": {"directory": "run", "steps": 1},
@@ -75,36 +141,25 @@ def check_config(rng: random.Random) -> None:
     config_file.load("config.yaml", changes)
 
 
+SMALL = batches.SMALL_LLAMA
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4}
 MODELS = [
-    *(
-        batches.SMALL_LLAMA | {"model_type": name}
-        for name in ("llama", "mistral", "qwen2", "qwen3")
-    ),
-    *(
-        batches.SMALL_LLAMA | {"model_type": name, "head_dim": 8}
-        for name in ("gemma2", "gemma3_text")
-    ),
-    batches.SMALL_LLAMA | {"model_type": "phi3", "pad_token_id": 0},
-    {"model_type": "gemma3", "text_config": batches.SMALL_LLAMA | {"model_type": "gemma3_text"}},
-    batches.SMALL_LLAMA
-    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32}, "hidden_act": "silu"}
-    | {"layer_types": ["full_attention"], "sliding_window": 16, "eos_token_id": [1, 2]},
-    batches.SMALL_LLAMA
-    | {
-        "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4},
-        "hidden_act": "gelu",
-    }
-    | {"long_factor": [1.0] * 4, "max_position_embeddings": 64, "quantization_config": {}},
+    *(SMALL | {"model_type": name} for name in ("llama", "mistral", "qwen2", "qwen3")),
+    *(SMALL | {"model_type": name, "head_dim": 8} for name in ("gemma2", "gemma3_text")),
+    SMALL | {"model_type": "phi3", "pad_token_id": 0},
+    {"model_type": "gemma3", "text_config": SMALL | {"model_type": "gemma3_text"}},
+    SMALL
+    | {"rope_scaling": YARN, "hidden_act": "silu", "layer_types": ["full_attention"]}
+    | {"sliding_window": 16, "eos_token_id": [1, 2]},
+    SMALL
+    | {"rope_parameters": LONGROPE, "hidden_act": "gelu", "long_factor": [1.0] * 4}
+    | {"max_position_embeddings": 64, "quantization_config": {}},
 ]
 
 ADAPTER = {
-    "peft_type": "LORA",
-    "r": 4,
-    "lora_alpha": 8,
-    "target_modules": ["q_proj", "v_proj"],
-    "modules_to_save": None,
-    "exclude_modules": None,
-    "layers_to_transform": None,
+    **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    **dict.fromkeys(("modules_to_save", "exclude_modules", "layers_to_transform"), None),
     "use_rslora": False,
 }
 
@@ -119,13 +174,8 @@ def check_model(rng: random.Random) -> None:
         fields = batches.SMALL_LLAMA
         changes = ["adapter.type=lora", "adapter.source=adapter"]
     else:
-        names = (
-            "hidden_act",
-            "rope_scaling",
-            "rope_theta",
-            "sliding_window",
-            "tie_word_embeddings",
-        )
+        names = ["hidden_act", "rope_scaling", "rope_theta", "sliding_window"]
+        names += ["tie_word_embeddings"]
         if rng.random() < 0.3:
             fields[rng.choice(names)] = rng.choice(ODD_VALUES)
         for _ in range(rng.randint(1, 2)):
@@ -140,6 +190,9 @@ def check_model(rng: random.Random) -> None:
         if rng.random() < 0.05:
             text = mutate_bytes(rng, text, [b"[" * 100_000, b"\xff", b"\xef\xbb\xbf", b"9" * 5000])
         pathlib.Path(folder, name).write_bytes(text)
+    tensor = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    stored = {tensor: np.zeros((4, 32), np.float32)}
+    safetensors.numpy.save_file(stored, "adapter/adapter_model.safetensors")
     where = ["model.config=null", "model.source=model"]
     if changes:
         where = []

@@ -1,8 +1,6 @@
 """A disk that is full during a save, or under metrics.jsonl, costs a run only time."""
 
-import contextlib
 import io
-import json
 import re
 import resource
 import signal
@@ -14,15 +12,13 @@ import pytest
 import rich.console
 
 from jaxsp.checkpoint import run_paths
-from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import files
-from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.core.errors import UserError
 from jaxsp.run import build, config_file, trainer
-from jaxsp.run.checkpoint_schedule import CheckpointSchedule
 from jaxsp.run.metrics import MetricsWriter
 from jaxsp.system import run_lock
 from jaxsp.system.jsonl import AppendFile
-from tests import batches, commands, messages
+from tests import batches, commands, messages, small_runs
 
 pytestmark = pytest.mark.e2e
 
@@ -30,17 +26,16 @@ NUM_STEPS = 16
 
 
 def make_config(folder, directory, *changes):
-    source = folder / "data.jsonl"
+    source = folder / "train.jsonl"
     if not source.exists():  # a file that is written again is tokenized again
         commands.write_documents(source, [64] * 8)
-    fields = {
-        "run": {"directory": str(directory), "steps": NUM_STEPS, "save_every": 2},
-        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
-        "data": {"train": [{"source": str(source), "format": "tokens"}], "row_tokens": 64},
-        "batch": {"rows_per_step": 1},
-        "optimizer": {"learning_rate": 0.1},
-        "checkpoint": {"keep_latest": 1},
-    }
+    fields = small_runs.make_fields(
+        folder,
+        run={"directory": str(directory), "steps": NUM_STEPS, "save_every": 2},
+        model={"config": batches.SMALL_LLAMA},
+        checkpoint={"keep_latest": 1},
+        logging={"trackers": ["tensorboard"]},
+    )
     return config_file.parse(fields, changes)
 
 
@@ -95,8 +90,7 @@ def count_records(directory):
 
 
 def read_metrics(directory):
-    text = (directory / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return commands.read_lines(directory / "metrics.jsonl")
 
 
 def checkpoint_names(directory):
@@ -143,31 +137,6 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_space(
     assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
 
 
-@pytest.mark.slow
-def test_a_run_resumes_from_the_checkpoint_before_the_disk_was_full(
-    tmp_path, small_disk, monkeypatch
-):
-    monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (0.1, 0.1))
-    directory = small_disk / "run"
-    write = MetricsWriter.write
-
-    def write_to_full_disk(self, name, line):
-        if line["step"] == 3:
-            fill(small_disk)
-        write(self, name, line)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MetricsWriter, "write", write_to_full_disk)
-        parts = messages.containing(NUM_STEPS, "No space left on device", "step 2")
-        with pytest.raises(NeedsAttentionError, match=parts):
-            train(make_config(tmp_path, directory))
-    (small_disk / "ballast").unlink()
-    assert checkpoint_names(directory) == ["2"]
-    train(make_config(tmp_path, directory))
-    steps = [line["step"] for line in read_metrics(directory)]
-    assert steps == list(range(1, NUM_STEPS + 1))
-
-
 @pytest.fixture
 def limit_file_size():
     """Function that limits the bytes of each file; needs no mount."""
@@ -209,24 +178,6 @@ def test_records_wait_for_space_and_none_is_cut(tmp_path, limit_file_size, capfd
 
 
 @pytest.mark.slow
-def test_a_save_that_finds_no_space_is_tried_again(tmp_path, limit_file_size, monkeypatch):
-    save = CheckpointWriter.save
-
-    def save_to_small_files(self, state, meta):
-        limit_file_size(20_000 if meta.step == 4 else None)
-        outcome = save(self, state, meta)
-        if outcome is None:
-            self._pending.future.exception()  # waits until it has ended
-        limit_file_size(None)
-        return outcome
-
-    monkeypatch.setattr(CheckpointWriter, "save", save_to_small_files)
-    output = train(make_config(tmp_path, tmp_path / "run"))
-    assert re.findall(r"checkpoint (\d+)\b.*File too large", output) == ["4"]
-    assert checkpoint_names(tmp_path / "run") == [str(NUM_STEPS)]
-
-
-@pytest.mark.slow
 def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkeypatch):
     """A kill would lose such a line forever, since the run resumes after it."""
     sync = AppendFile.sync
@@ -249,8 +200,7 @@ def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_locked", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch, is_locked):
+def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch):
     """The train command locks the folder before it reads anything."""
     directory = tmp_path / "run"
     train(make_config(tmp_path, directory, "run.steps=2"))
@@ -264,7 +214,7 @@ def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch,
         path.with_name(f"{path.name}{files.PARTIAL_SUFFIX}").write_text(text[:10])
         raise OSError(28, "No space left on device")
 
-    with run_lock.lock(directory) if is_locked else contextlib.nullcontext():
+    with run_lock.lock(directory):
         monkeypatch.setattr(files, "write_atomic", write_to_full_disk)
         parts = messages.containing(f"run.directory = {directory}", "No space left on device")
         with pytest.raises(UserError, match=parts):

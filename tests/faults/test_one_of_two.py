@@ -15,10 +15,10 @@ from jaxsp.checkpoint import reader, writer
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.system import cluster, device_mesh, distributed, jax_platform
 from jaxsp.checkpoint import run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.run import resume
 from jaxsp.sharding import sharding
-from jaxsp.training import train_state, weight_init
+from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec
 from tests import batches
 
@@ -34,7 +34,7 @@ spec = StepSpec(
     attention=batches.attention_choice(),
     mesh=device_mesh.make_mesh({"replica": 1, "data": 8, "seq": 1}),
 )
-master = weight_init.random_weights(
+master = train_state.random_weights(
     spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
 )
 state = train_state.init_state(spec, master)

@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from jaxsp import export
 from jaxsp.checkpoint import run_paths, run_storage
-from jaxsp.core import exit_codes
+from jaxsp.core.errors import ExitCode
 from jaxsp.system.object_store import ObjectStore
 from tests import commands, two_processes
 from tests.checkpoint import store_server
@@ -116,7 +116,7 @@ def test_a_run_in_a_store_is_bitwise_equal_to_a_local_one(tmp_path, monkeypatch)
         output = read_until(process, "was compiled")
         server.stop()
         output += process.communicate(timeout=120)[0]
-        assert process.returncode == exit_codes.NEEDS_ATTENTION, output
+        assert process.returncode == ExitCode.NEEDS_ATTENTION, output
         assert f"The latest checkpoint is in {run.directory}/checkpoints" in output
         assert run.num_lines() < NUM_STEPS
         server.start()

@@ -2,14 +2,11 @@
 
 import json
 
-import jax
 import pytest
-import rich.console
 
 from jaxsp import export, generate
 from jaxsp.core.errors import UserError, escape
-from jaxsp.run import build, config_file, trainer
-from tests import batches
+from tests import batches, commands, small_runs
 
 pytestmark = pytest.mark.e2e
 
@@ -24,29 +21,22 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate")
     (folder / "a.txt").write_text("abcdefgh" * 10)
     (folder / "b.jsonl").write_text(json.dumps({"prompt": PROMPT, "completion": "x + 1"}))
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": 2, "eval_at_start": True},
-        "model": {"config": MODEL, "tokenizer": "bytes", "compute_dtype": "float32"},
+    text = {"source": str(folder / "a.txt"), "format": "text", "name": "plain"}
+    code = {"source": str(folder / "b.jsonl"), "format": "prompt_completion", "name": "code"}
+    sections = {
+        "run": {"steps": 2, "eval_at_start": True, "generate_samples": 2},
+        "model": {"config": MODEL, "tokenizer": "bytes"},
         "mesh": {"data": 2, "seq": 2},
-        "data": {
-            "train": [{"source": str(folder / "a.txt"), "format": "text"}],
-            "eval": [
-                {"source": str(folder / "a.txt"), "format": "text", "name": "plain"},
-                {"source": str(folder / "b.jsonl"), "format": "prompt_completion", "name": "code"},
-            ],
-            "row_tokens": 128,
-        },
+        "data": {"train": [text], "eval": [text, code], "row_tokens": 128},
         "batch": {"rows_per_step": 2},
         "optimizer": {"learning_rate": 1e-3},
     }
-    config = config_file.parse(fields, ["run.generate_samples=2"])
-    inputs = build.build_training(config, devices=jax.devices()[:4])
-    trainer.train(inputs, rich.console.Console(quiet=True))
+    small_runs.train(small_runs.make_fields(folder, **sections))
     return folder / "run"
 
 
 def read_samples(run):
-    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    lines = commands.read_lines(run / "samples.jsonl")
     return {(line["step"], line["data"], line["sample"]): line for line in lines}
 
 

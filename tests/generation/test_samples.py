@@ -5,10 +5,9 @@ import pytest
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset
-from jaxsp.data.tokenization import tokenizers
-from jaxsp.generation import samples
-from jaxsp.run import config_file, stop_tokens
+from jaxsp.data import dataset, tokenizers
+from jaxsp.generation import generator
+from jaxsp.run import config_file, model_files
 from jaxsp.run.generate_command import TextStream
 from tests import batches
 
@@ -21,7 +20,7 @@ def select(tokens, loss_spans, *, limit=64, new=8):
     data = dataset.pack_arrays(
         "x", [np.array(tokens)], [labels], **batches.make_config().step.packing
     )
-    (sample,) = samples.select_samples(data.documents, 3, limit, new)
+    (sample,) = generator.select_samples(data.documents, 3, limit, new)
     return sample
 
 
@@ -30,15 +29,15 @@ TOKENS = list(range(100, 140))
 
 def test_a_prompt_ends_before_the_first_loss_token_and_a_reference_where_the_answer_ends():
     sample = select(TOKENS, [(10, 14), (20, 25)])
-    assert sample == samples.Sample(TOKENS[:10], TOKENS[10:14])
+    assert sample == generator.Sample(TOKENS[:10], TOKENS[10:14])
     assert select(TOKENS, [(10, 30)]).reference == TOKENS[10:18], "as long as an answer"
     assert select(TOKENS, [(10, 30)], limit=4).prompt == TOKENS[6:10], "it keeps the end"
     assert select(TOKENS, [(36, 40)]).reference == TOKENS[36:]
 
 
 def test_plain_text_is_divided_in_the_middle():
-    assert select(TOKENS, [(0, 40)]) == samples.Sample(TOKENS[:20], TOKENS[20:28])
-    assert select(TOKENS[:2], [(0, 2)]) == samples.Sample(TOKENS[:1], TOKENS[1:2])
+    assert select(TOKENS, [(0, 40)]) == generator.Sample(TOKENS[:20], TOKENS[20:28])
+    assert select(TOKENS[:2], [(0, 2)]) == generator.Sample(TOKENS[:1], TOKENS[1:2])
 
 
 def test_text_comes_as_soon_as_its_characters_are_complete():
@@ -72,11 +71,11 @@ def test_samples_need_an_eval_set_and_a_model_that_generates(changes, expected):
 def test_generation_stops_at_the_tokens_of_both_configs_and_of_the_tokenizer(tmp_path):
     tokenizer = tokenizers.make_byte_tokenizer()
     fields = {"eos_token_id": [7, 8]}
-    assert stop_tokens.list_stop_ids(fields, tmp_path, tokenizer) == [7, 8, 256]
+    assert model_files.list_stop_ids(fields, tmp_path, tokenizer) == [7, 8, 256]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
-    assert stop_tokens.list_stop_ids(fields, tmp_path, tokenizer) == [7, 8, 9, 256]
+    assert model_files.list_stop_ids(fields, tmp_path, tokenizer) == [7, 8, 9, 256]
     assert fields == {"eos_token_id": [7, 8]}
-    assert stop_tokens.list_stop_ids({}, None, None) == []
+    assert model_files.list_stop_ids({}, None, None) == []
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, {}]}')
     with pytest.raises(UserError, match=r"generation_config.json: eos_token_id = \[9, \{\}\]: "):
-        stop_tokens.list_stop_ids(fields, tmp_path, tokenizer)
+        model_files.list_stop_ids(fields, tmp_path, tokenizer)

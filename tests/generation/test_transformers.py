@@ -15,7 +15,7 @@ oracle = pytest.importorskip(
 )
 
 NUM_TOKENS = 12
-PROMPTS = models.draw_texts([3, 40, 11], oracle.SIZES["vocab_size"])
+PROMPTS = models.draw_texts([3, 40, 11], oracle.MODELS["llama"]["vocab_size"])
 
 CASES = [
     pytest.param("llama3", (1, 1, 1), id="llama"),

@@ -90,16 +90,12 @@ def describe_change(before: Any, after: Any) -> str:
         pairs = (pair for pair in lines if pair[0] != pair[1])
         old, new = next(pairs, (f"{len(before)}", f"{len(after)} characters"))
         return f"differs: {old[:200]} -> {new[:200]}"
-    if isinstance(before, dict):
-        if before.keys() != after.keys():
-            return f"names differ: {sorted(before.keys() ^ after.keys())}"
+    if isinstance(before, dict) and before.keys() == after.keys():
         before, after = [*before.values()], [*after.values()]
-    numbers = [*before, *after] if isinstance(before, list) else [before]
-    if not all(isinstance(number, float) for number in numbers) or not isinstance(before, list):
-        return f"{before} -> {after}"
-    if len(before) != len(after):
-        return f"{before} -> {after}"
-    return f"differs by {max_difference(before, after):.1e}"
+    if isinstance(before, list) and len(before) == len(after):
+        if all(isinstance(number, float) for number in [*before, *after]):
+            return f"differs by {max_difference(before, after):.1e}"
+    return f"{before} -> {after}"
 
 
 def max_difference(before: list[float], after: list[float]) -> float:

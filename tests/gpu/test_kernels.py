@@ -7,18 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.attend import Attend, make_attend
-from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_limits
-from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
-from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload, ScoreConfig
+from jaxsp.attention.attend import make_attend
+from jaxsp.attention.kernels import cudnn_bins, cudnn_limits, segments
+from jaxsp.attention.kernels.cudnn import CudnnKernel
+from jaxsp.attention.kernels.kernel import AttentionWorkload, KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.segments import Segments
 from jaxsp.attention.selection import TOKEN_EXCHANGES
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategy import combine
 from tests import batches, tolerances
 from tests.attention import oracle
 
 pytestmark = pytest.mark.gpu
+
+_PLAIN = ScoreConfig()
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def require_support(gpu):
     """A function that skips the test if cuDNN does not support a workload on this GPU."""
 
     def check(max_segments, head_dim=64, window=None):
-        work = KernelWorkload(
+        work = AttentionWorkload(
             num_heads=8,
             num_kv_heads=8,
             head_dim=head_dim,
@@ -60,46 +61,40 @@ SLOTS = {
 """Segments by number of slots: 2 need one packed call, 30 need several, and 1 is whole rows."""
 
 
-def rows(slots, which):
-    arrays = np.zeros((2, len(which), slots), np.int32)
-    for row, index in enumerate(which):
-        for slot, (start, length) in enumerate(SLOTS[slots][index]):
-            arrays[:, row, slot] = start, length
-    return arrays
+def make_inputs(slots, which, h, g, K):
+    """q, k, v and a cotangent of the output in float32, exact in bfloat16; and slots of rows."""
+    values = oracle.draw(len(which), L, h, g, K)
+    exact = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in values]
+    return [*exact, *oracle.make_slots([SLOTS[slots][index] for index in which], slots)]
 
 
-def arrays(B, tokens, h, g, K):
-    """q, k, v and a cotangent of the output: float32 values that are exact in bfloat16."""
-    rng = np.random.default_rng(0)
-    values = (rng.standard_normal((B, tokens, heads, K), np.float32) for heads in (h, g, g, h))
-    return [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in values]
+def run_oracle(inputs, score=_PLAIN):
+    with jax.default_matmul_precision("highest"):
+        return oracle.differentiate(oracle.make_attend(score))(*inputs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def results(kernel, dtype, q, k, v, dout, starts, lengths):
-    """Output, dq, dk and dv, in float32."""
-    is_attend = isinstance(kernel, Attend)
-    attend = kernel if is_attend else make_attend(seq=1, kernel=kernel)
-    q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
-    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
-    return {
-        name: x.astype(jnp.float32)
-        for name, x in zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True)
-    }
-
-
-def run(kernel, dtype, *inputs):
-    return jax.tree.map(np.asarray, results(kernel, dtype, *inputs))
-
-
-kernels = functools.cache(
-    # By name, as in training: padding in q, k and v is not set to 0.
-    lambda head_chunks, window=None: make_attend(
-        kernel="cudnn",
+@functools.cache
+def compile_attend(kernel="cudnn", tokens=None, head_chunks=1, window=None):
+    """Results in float32 of an attention in bfloat16. Padding in q, k and v is not set to 0."""
+    attend = make_attend(
+        kernel=kernel,
+        strategy=combine(1, tokens and TOKEN_EXCHANGES[tokens](degree=1)),
         settings=KernelSettings(head_chunks=head_chunks),
         layer_scores=[ScoreConfig(window=window)],
     )
-)
+    run = oracle.differentiate(attend)
+
+    def results(q, k, v, dout, starts, lengths):
+        narrow = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, dout))
+        return jax.tree.map(np.float32, run(*narrow, starts, lengths))
+
+    return results
+
+
+def check(actual, expected):
+    for name in expected:
+        assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL_BF16, name
+
 
 CASES = [
     (30, [0], 8, 8, 64, 1, None),
@@ -128,76 +123,33 @@ CASES = [
 
 
 @pytest.mark.parametrize(("slots", "which", "h", "g", "K", "head_chunks", "window"), CASES)
+@pytest.mark.parametrize("tokens", [None, "ring", "all_gather"])
 def test_cudnn_differs_from_the_oracle_by_bfloat16_rounding_only(
-    slots, which, h, g, K, head_chunks, window, require_support
+    slots, which, h, g, K, head_chunks, window, tokens, require_support
 ):
+    """Rows of two chunks test ring and all-gather: chunks and the blocks between them, merged by
+    their log-sum-exps."""
+    if tokens is not None and window is not None:
+        pytest.skip("windows have no blocks between chunks")
     require_support(slots, K, window)
-    inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
-    with jax.default_matmul_precision("highest"):
-        expected = run(
-            functools.partial(oracle.attention, score=ScoreConfig(window=window)),
-            jnp.float32,
-            *inputs,
-        )
-    actual = run(kernels(head_chunks, window), jnp.bfloat16, *inputs)
-    for name in expected:
-        assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL_BF16, name
-
-
-in_two_chunks = functools.cache(
-    lambda head_chunks, tokens: make_attend(
-        kernel="cudnn",
-        strategy=combine(1, TOKEN_EXCHANGES[tokens](degree=1)),
-        settings=KernelSettings(head_chunks=head_chunks),
-    )
-)
-
-
-@pytest.mark.parametrize("tokens", ["ring", "all_gather"])
-@pytest.mark.parametrize(
-    ("slots", "which", "h", "g", "K", "head_chunks", "window"),
-    [case for case in CASES if case[-1] is None],
-)
-def test_two_chunks_of_rows_differ_by_bfloat16_rounding_only(
-    slots, which, h, g, K, head_chunks, window, require_support, tokens
-):
-    """Tests ring and all-gather: chunks and the blocks between them, merged by their
-    log-sum-exps."""
-    require_support(slots, K)
-    inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
-    with jax.default_matmul_precision("highest"):
-        expected = run(oracle.attention, jnp.float32, *inputs)
-    actual = run(
-        in_two_chunks(head_chunks if tokens == "ring" else 1, tokens), jnp.bfloat16, *inputs
-    )
-    for name in expected:
-        assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL_BF16, name
+    inputs = make_inputs(slots, which, h, g, K)
+    chunks = head_chunks if tokens != "all_gather" else 1
+    actual = compile_attend("cudnn", tokens, chunks, window)(*inputs)
+    check(actual, run_oracle(inputs, ScoreConfig(window=window)))
 
 
 @pytest.mark.parametrize(("K", "window"), [(64, None), (256, 100)])
 def test_the_blockwise_kernel_differs_by_bfloat16_rounding_only(K, window, require_support):
-    inputs = [*arrays(2, L, 8, 2, K), *rows(30, [0, 1])]
-    with jax.default_matmul_precision("highest"):
-        expected = run(
-            functools.partial(oracle.attention, score=ScoreConfig(window=window)),
-            jnp.float32,
-            *inputs,
-        )
-    actual = run(
-        make_attend(kernel="blockwise", layer_scores=[ScoreConfig(window=window)]),
-        jnp.bfloat16,
-        *inputs,
-    )
-    for name in expected:
-        assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL_BF16, name
+    inputs = make_inputs(30, [0, 1], 8, 2, K)
+    actual = compile_attend("blockwise", window=window)(*inputs)
+    check(actual, run_oracle(inputs, ScoreConfig(window=window)))
 
 
 @pytest.mark.parametrize("slots", [1, 30])
 def test_the_softmax_statistics_are_log_sum_exps_in_the_expected_layout(slots, require_support):
     """In another layout, the gradients would be wrong, and the tests above would fail too."""
     require_support(slots)
-    q, k, v, _ = arrays(2, L, 4, 2, 64)
-    starts, lengths = rows(slots, [0, 1])
+    q, k, v, _, starts, lengths = make_inputs(slots, [0, 1], 4, 2, 64)
     bf16_inputs = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
     functions = CudnnKernel().make_row_functions(KernelSettings(), ScoreConfig())
     _, actual_BhL = jax.jit(functions.forward)(*bf16_inputs, Segments(starts, lengths))
@@ -216,14 +168,14 @@ def test_segments_are_isolated(h, require_support):
     """A segment's outputs ignore the inputs of other segments, and their gradients are exactly
     0."""
     require_support(30)
-    starts, lengths = rows(30, [0, 1])
-    q, k, v, dout = arrays(2, L, h, 2, 128)
-    before = run(kernels(1), jnp.bfloat16, q, k, v, dout, starts, lengths)["out"]
+    q, k, v, dout, starts, lengths = make_inputs(30, [0, 1], h, 2, 128)
+    attend = compile_attend()
+    before = attend(q, k, v, dout, starts, lengths)["out"]
     segment = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
     for m in range(8):
         own = (segment == m)[..., None, None]
         others = [np.where(own, x, -3 * x) for x in (q, k, v)]
-        actual = run(kernels(1), jnp.bfloat16, *others, dout * own, starts, lengths)
+        actual = attend(*others, dout * own, starts, lengths)
         assert batches.is_bitwise_equal(actual["out"][segment == m], before[segment == m]), m
         for name in ("dq", "dk", "dv"):
             assert (actual[name][segment != m] == 0).all(), (name, m)
@@ -238,24 +190,16 @@ def test_the_last_segment_of_a_row_of_a_million_tokens_is_correct(require_suppor
     require_support(64)
     tokens = 2**20
     last = 2048
-    cuts = np.linspace(tokens // 2, tokens - last, 60, dtype=np.int32)
-    starts = np.zeros((1, 64), np.int32)
-    starts[0, 1:61] = cuts
-    lengths = np.zeros_like(starts)
-    lengths[0, :61] = np.diff([0, *cuts, tokens])
+    cuts = [0, *np.linspace(tokens // 2, tokens - last, 60, dtype=np.int32).tolist()]
+    places = list(zip(cuts, np.diff([*cuts, tokens]).tolist(), strict=True))
     keys = jax.random.split(jax.random.key(0), 4)
     big = [
         jax.random.normal(key, (1, tokens, heads, 128), jnp.bfloat16)
         for key, heads in zip(keys, (4, 1, 1, 4), strict=True)
     ]
-    end = [x[:, -last:].astype(jnp.float32) for x in big]
-    with jax.default_matmul_precision("highest"):
-        expected = run(oracle.attention, jnp.float32, *end, np.int32([[0]]), np.int32([[last]]))
-    actual = results(kernels(1), jnp.bfloat16, *big, starts, lengths)
-    assert all(bool(jnp.isfinite(x).all()) for x in actual.values())
-    for name in expected:
-        assert (
-            batches.relative_error(np.asarray(actual[name][:, -last:]), expected[name])
-            < tolerances.KERNEL_BF16
-        ), name
+    end = [np.asarray(x[:, -last:], np.float32) for x in big]
+    actual = compile_attend()(*big, *oracle.make_slots([places], 64))
+    assert all(np.isfinite(x).all() for x in actual.values())
+    expected = run_oracle([*end, *oracle.make_slots([[(0, last)]], 1)])
+    check({name: x[:, -last:] for name, x in actual.items()}, expected)
     assert len(cudnn_bins.plan_calls(num_rows=1, row_tokens=tokens, max_segments=64)) == 3

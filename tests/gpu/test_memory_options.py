@@ -10,21 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.attend import as_kernel, make_attend
+from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
-from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategy import combine
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.model import decoder
 from jaxsp.planning import candidates, fit
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.run import config_file, selfcheck
 from jaxsp.sharding import host_offload
-from jaxsp.training import compile_options, train_state, train_step, weight_init
+from jaxsp.training import compile_options, train_state, train_step
 from jaxsp.training.specs import make_spec
 from tests import batches, tolerances
+from tests.attention import oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -123,7 +124,7 @@ def train_three_steps(gpu, option, dtype="float32"):
     memory = OPTIONS[option] if option else {"remat": "save_attention"}
     spec = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
     step = fit.compile_fitting_step(spec)
-    start = weight_init.random_weights(
+    start = train_state.random_weights(
         spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
     )
     before = {
@@ -209,7 +210,7 @@ def test_a_run_continues_during_a_save_and_resumes_from_it(gpu, option, tmp_path
     """Offloaded state is written from host memory that the next step reuses."""
     spec = make_program(gpu, OPTIONS[option], "float32")
     run = train_step.compile(spec)
-    start = weight_init.random_weights(
+    start = train_state.random_weights(
         spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
     )
     state = train_state.init_state(spec, start)
@@ -248,7 +249,7 @@ def test_the_check_detects_attention_that_ignores_segments(gpu):
         return attend(q, k, v, one, jnp.full_like(one, q.shape[1]))
 
     check = selfcheck.check_attention(
-        as_kernel(ignore_segments),
+        oracle.FunctionKernel(ignore_segments),
         heads=(8, 2),
         head_dim=64,
         max_segments=64,

@@ -15,7 +15,7 @@ from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, published, weights
 from jaxsp.model import decoder
-from jaxsp.training import weight_init
+from jaxsp.training import train_state
 from tests import batches
 from tests.hf import oracle
 from tests.messages import assert_names
@@ -119,6 +119,6 @@ def test_tensors_that_shared_layers_do_not_use_are_ignored(tmp_path):
     safetensors.numpy.save_file(stored, path, metadata={"format": "pt"})
     table = decoder.param_table(parse(SHARED))
     reader = weights.open_folder(folder.find(str(tmp_path)), table)
-    read = weight_init.load_weights(table, batches.mesh(1, 1, 1), reader.read)
+    read = train_state.load_weights(table, batches.mesh(1, 1, 1), reader.read)
     expected = oracle.stacked(oracle.named_weights(model), table)
     assert batches.is_bitwise_equal(read, expected)

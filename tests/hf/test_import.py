@@ -2,12 +2,7 @@
 
 import itertools
 import json
-import os
 import pathlib
-import re
-import shlex
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -18,11 +13,10 @@ import safetensors.numpy
 
 from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, weights
 from jaxsp.model import decoder
 from jaxsp.sharding import sharding
-from jaxsp.training import weight_init
+from jaxsp.training import train_state
 from tests import batches
 from tests.hf import oracle
 
@@ -57,7 +51,7 @@ def read(
     """The table of a folder's model, and its weights, imported on a mesh and unsharded."""
     source = folder.find(str(directory))
     table = decoder.param_table(model_config.parse_model_config(source.config_fields))
-    stored = weight_init.load_weights(
+    stored = train_state.load_weights(
         table, batches.mesh(*sizes), weights.open_folder(source, table).read
     )
     return table, jax.tree.map(
@@ -258,35 +252,6 @@ def test_one_tensor_is_enough_for_a_tied_embedding_and_head_under_either_name(tm
         )
         _, imported = read(tmp_path)
         assert batches.is_bitwise_equal(imported, expected)
-
-
-@pytest.mark.slow
-def test_the_suggested_command_converts_pickled_weights(tmp_path):
-    fields = oracle.MODELS["llama3"]
-    source = checkpoint(tmp_path / "it's old", fields, dtype="bfloat16")
-    (tmp_path / "it's old/model.safetensors").unlink()
-    state = {
-        name: oracle.torch.from_numpy(array.astype(np.float32)).bfloat16()
-        for name, array in source.items()
-    }
-    oracle.torch.save(state, tmp_path / "it's old/pytorch_model.bin")
-    tokenizers.make_byte_tokenizer().save_pretrained(tmp_path / "it's old")
-    with pytest.raises(UserError, match=r"model\.safetensors.*pytorch_model\.bin") as raised:
-        read(tmp_path / "it's old")
-    suggestion = r"(python -c .+), \w+ (model\.source=.+)\.$"
-    command, then = re.search(suggestion, str(raised.value)).groups()
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-    environment = os.environ | {"PYTHONPATH": ""}  # conftest.py hides torch there
-    subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=120)
-    assert then == "model.source=it's old-safetensors"
-    assert (tmp_path / "it's old-safetensors/tokenizer.json").is_file()
-    written = tensors(tmp_path / "it's old-safetensors")
-    assert written.keys() == source.keys()
-    assert all(batches.is_bitwise_equal(written[name], array) for name, array in source.items())
-    assert batches.is_bitwise_equal(
-        read(tmp_path / "it's old-safetensors")[1]["norm"],
-        {"weight": source["model.norm.weight"].astype("f4")},
-    )
 
 
 def test_rotary_frequencies_of_old_llamas_are_ignored(tmp_path):

@@ -1,90 +1,105 @@
 """A config.json becomes the decoder that it describes, or is refused with all problems."""
 
+import collections
 import copy
+import pathlib
 from typing import Any
 
 import pytest
 import transformers
+import yaml
 
-from jaxsp.blocks.config import (
-    DeltaNetConfig,
-    LayerConfig,
-    ModelConfig,
-    NormNames,
-    QueryScale,
-    Rope,
-)
+from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, QueryScale
 from jaxsp.core.errors import UserError, at
-from jaxsp.hf import families, model_config, published, token_ids
+from jaxsp.hf import config_fields, families, model_config, published
 from jaxsp.hf.model_source import ModelSourceConfig
 from scripts.bench import configs
 from tests import batches
-from tests.hf import multimodal
-
-LLAMA: dict[str, Any] = {
-    name: value for name, value in configs.LLAMA_8B.items() if name != "rope_theta"
-}
+from tests.messages import assert_names, assert_refused
 
 PUBLISHED = {name: model.fields for name, model in published.read_models().items()}
 """Fields that change a model, by name on the hub."""
 
-OTHERS = {
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.42.3",
-    "use_cache": True,
-}
-"""Fields that every config.json has."""
+HUB: dict[str, dict[str, Any]] = yaml.safe_load(
+    (pathlib.Path(__file__).parent / "hub_configs.yaml").read_text()
+)
+"""Whole config.json files, by name on the hub."""
 
-LLAMA_3_1 = OTHERS | PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
-LLAMA_3_1 |= {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False}
-LLAMA_3_1 |= {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}
-LLAMA_3_1 |= {"max_position_embeddings": 131072, "pretraining_tp": 1}
+LLAMA = {name: value for name, value in configs.LLAMA_8B.items() if name != "rope_theta"}
+LLAMA_3_1 = HUB["meta-llama/Llama-3.1-8B-Instruct"]
 SCALING = LLAMA_3_1["rope_scaling"]
-
-MISTRAL = OTHERS | PUBLISHED["mistralai/Mistral-7B-Instruct-v0.3"]
-MISTRAL |= {"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2}
-MISTRAL |= {"max_position_embeddings": 32768}
-
-QWEN = OTHERS | {"bos_token_id": 151643, "eos_token_id": 151645, "use_sliding_window": False}
-QWEN2 = QWEN | PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"]
-QWEN2 |= {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
-QWEN2 |= {"max_window_layers": 21, "sliding_window": 32768}
-
-QWEN3 = QWEN | PUBLISHED["Qwen/Qwen3-0.6B"]
-QWEN3 |= {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "max_window_layers": 28}
-QWEN3 |= {"rope_scaling": None, "sliding_window": None}
-
-QWEN3_5: dict[str, Any] = multimodal.QWEN3_5_27B["text_config"]
-"""The text_config of Qwen3.5-27B."""
-
+MISTRAL = HUB["mistralai/Mistral-7B-Instruct-v0.3"]
+QWEN2 = HUB["Qwen/Qwen2.5-0.5B-Instruct"]
+QWEN3 = HUB["Qwen/Qwen3-0.6B"]
+QWEN3_5 = HUB["Qwen/Qwen3.5-27B"]["text_config"]
+QWEN3_MOE = PUBLISHED["Qwen/Qwen3-30B-A3B"]
+QWEN3_5_MOE = PUBLISHED["Qwen/Qwen3.5-35B-A3B"]
+GLM_4_5 = PUBLISHED["zai-org/GLM-4.5-Air"]
+GPT_OSS = PUBLISHED["openai/gpt-oss-20b"]
+OLMO_HYBRID = PUBLISHED["allenai/Olmo-Hybrid-7B"]
 MUSE_GLIMMER = PUBLISHED["meta-models/Muse-Glimmer-30B"]
+PHI_4_MINI = HUB["microsoft/Phi-4-mini-instruct"]
+MIXTRAL = MISTRAL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL = {name: value for name, value in MIXTRAL.items() if name != "architectures"}
 
 
-def read(fields: dict[str, Any]) -> ModelConfig:
-    return model_config.parse_model_config(fields)
+def read(fields: dict[str, Any], **changes: Any) -> ModelConfig:
+    """The model of a config.json, as one that is written in a config."""
+    fields = fields | changes
+    source = ModelSourceConfig(config=fields)
+    return model_config.parse_model_config(model_config.resolve_fields(fields, source))
 
 
 def problems(fields: dict[str, Any]) -> list[str]:
     with pytest.raises(UserError) as raised, at("model.config"):
-        read(fields)
-    assert all(
-        "\n" not in problem and problem.startswith("model.config")
-        for problem in raised.value.problems
-    )
+        model_config.parse_model_config(fields)
+    assert all("\n" not in x and x.startswith("model.config") for x in raised.value.problems)
     return raised.value.problems
 
 
-LLAMA_3_1_ROPE = batches.make_rope(128, rope_theta=5e5, **SCALING)
+def export(fields: dict[str, Any]) -> dict[str, Any]:
+    return model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+
+
+PHI_ROPE = "longrope, theta 10,000, short factors (for rows of at most 4,096 tokens)"
+YARN_ROPE = "yarn, theta 150,000, factor 32 over 4,096 positions"
+LLAMA_3_1_ROPE = "llama3, theta 500,000, factor 8 over 8,192 positions"
+LAYERS: dict[str, dict[tuple[int | None, str], int]] = {
+    "microsoft/Phi-3.5-mini-instruct": {(262144, PHI_ROPE): 32},
+    "microsoft/Phi-4-mini-instruct": {(262144, f"{PHI_ROPE}, 96 of 128 elements rotated"): 32},
+    "google/gemma-2-9b": {(4096, "default, theta 10,000"): 21, (None, "default, theta 10,000"): 21},
+    "allenai/Olmo-3-1025-7B": {
+        (4096, "default, theta 500,000"): 24,
+        (None, "yarn, theta 500,000, factor 8 over 8,192 positions"): 8,
+    },
+    "HuggingFaceTB/SmolLM3-3B": {(None, "default, theta 5,000,000"): 27, (None, "none"): 9},
+    "Qwen/Qwen3-30B-A3B": {(None, "default, theta 1,000,000"): 48},
+    "openai/gpt-oss-20b": {(128, YARN_ROPE): 12, (None, YARN_ROPE): 12},
+    "CohereLabs/c4ai-command-r7b-12-2024": {(4096, "default, theta 50,000"): 24, (None, "none"): 8},
+    "meta-llama/Llama-3.1-8B-Instruct": {(None, LLAMA_3_1_ROPE): 32},
+    "mistralai/Mistral-7B-Instruct-v0.3": {(None, "default, theta 1,000,000"): 32},
+    "Qwen/Qwen2.5-0.5B-Instruct": {(None, "default, theta 1,000,000"): 24},
+    "Qwen/Qwen3-0.6B": {(None, "default, theta 1,000,000"): 28},
+}
+"""Windows and RoPE of the layers of published models."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_published_config_json_is_read_whole_and_exported_as_the_same_model(name):
+    fields = copy.deepcopy(HUB[name])
+    model = read(fields)
+    assert fields == HUB[name], "it is not changed"
+    layers = [(layer.window, layer.rope.description) for layer in model.layers]
+    assert collections.Counter(layers) == LAYERS[name]
+    assert model_config.parse_model_config(export(fields)) == model
 
 
 def test_llama_3_1():
+    rope = batches.make_rope(128, rope_theta=5e5, **SCALING)
     assert read(LLAMA_3_1) == ModelConfig(
         vocab_size=128256,
         hidden_size=4096,
-        layers=(LayerConfig(window=None, rope=LLAMA_3_1_ROPE),) * 32,
+        layers=(LayerConfig(window=None, rope=rope),) * 32,
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
@@ -95,29 +110,27 @@ def test_llama_3_1():
     )
 
 
-def test_qwen_2_5():
-    config = read(QWEN2)
-    assert (config.qkv_bias, config.qk_norm) == (True, "none")
-    assert {config.output_bias, config.mlp_bias} == {False}
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (14, 2, 64)
-    assert config.layers[0].rope.description == "default, theta 1,000,000"
-    assert config.tie_embeddings
-
-
-def test_qwen_3():
-    config = read(QWEN3)
-    assert config.qk_norm == "head"
-    assert {config.qkv_bias, config.output_bias, config.mlp_bias} == {False}
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
-
-
-def test_mistral():
-    config = read(MISTRAL)
-    assert {config.qkv_bias, config.output_bias, config.mlp_bias} == {False}
-    assert (config.qk_norm, config.tie_embeddings) == ("none", False)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
-    # Mistral-Nemo's heads are not hidden_size / num_attention_heads
-    assert read({**MISTRAL, "hidden_size": 5120, "head_dim": 128}).head_dim == 128
+@pytest.mark.parametrize(
+    ("fields", "changes", "biases", "qk_norm", "heads"),
+    [
+        (QWEN2, {}, (True, False, False), "none", (14, 2, 64)),
+        (QWEN2, {"head_dim": 32}, (True, False, False), "none", (14, 2, 32)),
+        (QWEN3, {}, (False, False, False), "head", (16, 8, 128)),
+        (QWEN3, {"attention_bias": True}, (True, True, False), "head", (16, 8, 128)),
+        (MISTRAL, {}, (False, False, False), "none", (32, 8, 128)),
+        # Mistral-Nemo's heads are not hidden_size / num_attention_heads
+        (MISTRAL, {"hidden_size": 5120, "head_dim": 128}, 3 * (False,), "none", (32, 8, 128)),
+        (LLAMA_3_1, {"attention_bias": True}, (True, True, False), "none", (32, 8, 128)),
+        (LLAMA_3_1, {"mlp_bias": True}, (False, False, True), "none", (32, 8, 128)),
+    ],
+)
+def test_each_family_has_its_own_biases_and_sizes_of_heads(fields, changes, biases, qk_norm, heads):
+    model = read(fields, **changes)
+    assert (model.qkv_bias, model.output_bias, model.mlp_bias) == biases
+    assert (model.qk_norm, (model.num_heads, model.num_kv_heads, model.head_dim)) == (
+        qk_norm,
+        heads,
+    )
 
 
 def test_ministral_3_scales_queries_beyond_the_original_range():
@@ -132,62 +145,46 @@ def test_ministral_3_scales_queries_beyond_the_original_range():
     assert read(fields).query_scale == QueryScale(beta=0.1, original_max_position_embeddings=16384)
 
 
-def read_windows(fields: dict[str, Any]) -> list[int | None]:
-    return [layer.window for layer in read(fields).layers]
+ON = {"use_sliding_window": True, "max_window_layers": 0}
+WITHOUT_WINDOW = {name: value for name, value in MISTRAL.items() if name != "sliding_window"}
 
 
-def test_windows_are_read_as_transformers_reads_them():
-    without = {name: value for name, value in MISTRAL.items() if name != "sliding_window"}
-    sliding = {**MISTRAL, "sliding_window": 512}
-    assert read_windows(MISTRAL) == [None] * 32
-    assert read_windows(sliding) == [512] * 32
-    assert read_windows({**sliding, "layer_types": ["sliding_attention"] * 32}) == [512] * 32
-    assert read_windows(without) == [4096] * 32  # transformers' default
-    assert read_windows(QWEN2) == [None] * 24
-    on = {**QWEN2, "use_sliding_window": True}
-    assert read_windows({**on, "max_window_layers": 24}) == [None] * 24
-    assert read_windows({**on, "max_window_layers": 0}) == [32768] * 24
-    assert read_windows({**on, "max_window_layers": 20}) == [None] * 20 + [32768] * 4
-    assert read_windows({**on, "max_window_layers": 0, "sliding_window": None}) == [None] * 24
-    mixed = ["sliding_attention", "full_attention"] * 12
-    assert read_windows({**on, "layer_types": mixed}) == [32768, None] * 12
-    assert read_windows({**on, "layer_types": ["full_attention"] * 24}) == [None] * 24
-    assert read(
-        {**LLAMA, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 3}
-    ) == read(LLAMA)
+@pytest.mark.parametrize(
+    ("fields", "changes", "windows"),
+    [
+        (MISTRAL, {"sliding_window": 512}, [512] * 32),
+        (MISTRAL, {"sliding_window": 512, "layer_types": ["sliding_attention"] * 32}, [512] * 32),
+        (WITHOUT_WINDOW, {}, [4096] * 32),  # transformers' default
+        (QWEN2, ON | {"max_window_layers": 24}, [None] * 24),
+        (QWEN2, ON, [32768] * 24),
+        (QWEN2, ON | {"max_window_layers": 20}, [None] * 20 + [32768] * 4),
+        (QWEN2, ON | {"sliding_window": None}, [None] * 24),
+        (QWEN2, ON | {"layer_types": ["sliding_attention", "full_attention"] * 12}, None),
+        (QWEN2, ON | {"layer_types": ["full_attention"] * 24}, [None] * 24),
+    ],
+)
+def test_windows_are_read_as_transformers_reads_them(fields, changes, windows):
+    layers = read(fields, **changes).layers
+    assert [layer.window for layer in layers] == (windows or [32768, None] * 12)
 
 
-def test_each_family_has_its_own_biases():
-    llama = read({**LLAMA, "attention_bias": True, "mlp_bias": True})
-    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
-    assert not read({**LLAMA, "mlp_bias": True}).qkv_bias
-    qwen3 = read({**QWEN3, "attention_bias": True})
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias) == (True, True, False)
-
-
-def test_fields_that_are_left_out_are_derived():
+def test_fields_that_are_left_out_or_null_are_derived():
     fields = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     config = read(fields)
     assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (32, 128, 1e-6)
     assert config.layers[0].rope == batches.make_rope(128)
-    assert (
-        read({**fields, "num_key_value_heads": None, "head_dim": None, "rope_scaling": None})
-        == config
-    )
-    assert read({**QWEN2, "head_dim": 32}).head_dim == 32
+    nulls = dict.fromkeys(("num_key_value_heads", "head_dim", "rope_scaling", "architectures"))
+    assert read(fields, **nulls) == config
+
+
+OLD_SCALING = {("type" if key == "rope_type" else key): x for key, x in SCALING.items()}
 
 
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_theta": 5e5, "rope_scaling": SCALING},
         {"rope_parameters": {**SCALING, "rope_theta": 5e5}},
-        {
-            "rope_theta": 5e5,
-            "rope_scaling": {
-                ("type" if key == "rope_type" else key): x for key, x in SCALING.items()
-            },
-        },
+        {"rope_theta": 5e5, "rope_scaling": OLD_SCALING},
         {
             "rope_theta": 5e5,
             "rope_parameters": {**SCALING, "rope_theta": 5e5},
@@ -199,32 +196,20 @@ def test_every_form_of_the_rotation_gives_the_same_config(rope):
     assert read({**LLAMA, **rope, "rms_norm_eps": 1e-5}) == read(LLAMA_3_1)
 
 
-def test_the_input_fields_are_not_changed():
-    fields = {**LLAMA, "rope_scaling": dict(SCALING), "rope_theta": 5e5}
-    read(fields)
-    assert fields == {**LLAMA, "rope_scaling": SCALING, "rope_theta": 5e5}
-
-
-QWEN3_MOE = PUBLISHED["Qwen/Qwen3-30B-A3B"]
-QWEN3_5_MOE = PUBLISHED["Qwen/Qwen3.5-35B-A3B"]
-GLM_4_5 = PUBLISHED["zai-org/GLM-4.5-Air"]
-GPT_OSS = PUBLISHED["openai/gpt-oss-20b"]
-MIXTRAL = MISTRAL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-MIXTRAL = {name: value for name, value in MIXTRAL.items() if name != "architectures"}
-
-
 @pytest.mark.parametrize(
     ("fields", "has_experts"),
     [
         (QWEN3_MOE | {"mlp_only_layers": [1, 3], "decoder_sparse_step": 2}, [5, 7]),
+        (QWEN3_MOE | {"mlp_only_layers": [*range(8)]}, []),
         (GLM_4_5 | {"first_k_dense_replace": 3}, [3, 4, 5, 6, 7]),
         (QWEN3_5_MOE, list(range(8))),
     ],
 )
 def test_layers_with_experts(fields, has_experts):
-    model = read(fields | {"num_hidden_layers": 8})
+    model = read(fields, num_hidden_layers=8)
     layers = [n for n, layer in enumerate(model.layers) if layer.feed_forward == "experts"]
     assert layers == has_experts
+    assert (model.experts is None) == (not has_experts)
 
 
 NEXTN = "num_nextn_predict_layers"
@@ -236,7 +221,7 @@ NEXTN = "num_nextn_predict_layers"
 )
 def test_exports_count_no_layers_that_predict_further_tokens(fields, counts):
     """Transformers has 1 layer by default for GLM."""
-    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+    exported = export(fields)
     found = {name: exported[name] for name in exported if "nextn" in name or "mtp" in name}
     assert found == counts
     loaded = transformers.AutoConfig.for_model(**exported)
@@ -245,22 +230,14 @@ def test_exports_count_no_layers_that_predict_further_tokens(fields, counts):
 
 def test_names_of_fields_that_transformers_5_writes_are_read():
     renamed = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
-    assert read(renamed | {"num_local_experts": 128}) == read(QWEN3_MOE)
-    assert read(QWEN3_MOE | {"num_local_experts": 128}) == read(QWEN3_MOE)
-
-
-OLMO_HYBRID = PUBLISHED["allenai/Olmo-Hybrid-7B"]
+    assert read(renamed, num_local_experts=128) == read(QWEN3_MOE)
+    assert read(QWEN3_MOE, num_local_experts=128) == read(QWEN3_MOE)
+    with assert_refused("num_experts", "the same field", start=".num_local_experts = 64"):
+        read(QWEN3_MOE, num_local_experts=64)
 
 
 def test_olmo_hybrid():
     model = read(OLMO_HYBRID)
-    norms = NormNames(
-        pre_attention=None,
-        post_attention="post_attention_layernorm",
-        pre_mlp=None,
-        post_mlp="post_feedforward_layernorm",
-    )
-    assert (model.norm_names, model.qk_norm, model.norm_eps) == (norms, "projection", 1e-6)
     assert model.delta_net == DeltaNetConfig(
         num_key_heads=30,
         num_heads=30,
@@ -274,20 +251,16 @@ def test_olmo_hybrid():
         step_range=(0.001, 0.1),
     )
     assert [layer.mixer for layer in model.layers] == 8 * [*3 * ["delta_net"], "attention"]
-    assert model.ropes == (Rope(frequencies=(), description="none"),)
     # transformers derives the sizes of delta nets
     derived = {name: x for name, x in OLMO_HYBRID.items() if not name.startswith("linear_")}
     assert read(derived) == model
-    positive = read(OLMO_HYBRID | {"linear_allow_neg_eigval": False})
-    assert positive.delta_net.strength_scale == 1
+    assert read(OLMO_HYBRID, linear_allow_neg_eigval=False).delta_net.strength_scale == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "description"),
     [
         ({"rope_theta": None}, "none"),
-        ({"rope_parameters": {"rope_theta": None}}, "none"),
-        ({"rope_parameters": {"rope_theta": None}, "rope_theta": 5e5}, "none"),
         ({"rope_parameters": {"rope_type": "default"}, "rope_theta": None}, "none"),
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": None}, "default, theta 500,000"),
         ({"rope_theta": 5e5, "rope_scaling": None}, "default, theta 500,000"),
@@ -304,8 +277,7 @@ def test_a_theta_of_null_means_no_rope_where_transformers_reads_it(changes, desc
 @pytest.mark.parametrize("name", ["final_logit_softcapping", "attn_logit_softcapping"])
 def test_a_limit_of_null_is_no_limit_in_gemma2(name):
     """transformers' default is a limit."""
-    sizes = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
-    model = read({**LLAMA, "model_type": "gemma2", **sizes, name: None})
+    model = read(HUB["google/gemma-2-9b"], **{name: None})
     limits = {
         "final_logit_softcapping": model.logit_softcap,
         "attn_logit_softcapping": model.attention_softcap,
@@ -322,13 +294,8 @@ def test_muse_glimmer_has_windows_and_rope_in_three_of_four_layers():
     assert config.attention_scale == 3.87 * 128**-0.5
     assert (config.norm_eps, config.post_norm_eps, config.logit_softcap) == (1e-5, 1e-8, 20.0)
     # transformers counts the layers of its defaults from the last one
-    five = read(MUSE_GLIMMER | {"num_hidden_layers": 5})
+    five = read(MUSE_GLIMMER, num_hidden_layers=5)
     assert [layer.window for layer in five.layers] == [None, *3 * [2048], None]
-    thetas = [0, *51 * [10000]]
-    given = read(MUSE_GLIMMER | {"layer_rope_theta": thetas})
-    assert given.layers[0].window == 2048
-    descriptions = [layer.rope.description for layer in given.layers]
-    assert descriptions == ["none", *51 * ["default, theta 10,000"]]
 
 
 def test_a_changed_theta_is_that_of_all_layers_with_rope():
@@ -337,10 +304,8 @@ def test_a_changed_theta_is_that_of_all_layers_with_rope():
     for _ in range(2):
         fields = model_config.resolve_fields(fields, source)
         assert fields["layer_rope_theta"] == [0, *51 * [5e5]]
-    assert [layer.rope.description for layer in read(fields).layers[:2]] == [
-        "none",
-        "default, theta 500,000",
-    ]
+    descriptions = [layer.rope.description for layer in read(fields).layers[:2]]
+    assert descriptions == ["none", "default, theta 500,000"]
 
 
 HEAD_DIM = (
@@ -363,18 +328,11 @@ EXPERT_SIZES = (
     ],
 )
 def test_sizes_have_no_default(fields):
-    sizes = [
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-    ]
+    sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
+    sizes += ["intermediate_size"] if fields["intermediate_size"] is not None else []
     sizes += ["num_key_value_heads"] if fields["model_type"] != "llama" else []
     sizes += ["head_dim"] if fields["model_type"] in HEAD_DIM else []
     sizes += [name for name in fields if name.startswith("linear_") or name in EXPERT_SIZES]
-    if fields["intermediate_size"] is None:
-        sizes.remove("intermediate_size")
     missing = problems({name: value for name, value in fields.items() if name not in sizes})
     assert sorted(problem.partition(":")[0] for problem in missing) == sorted(
         f"model.config.{name}" for name in sizes
@@ -385,65 +343,43 @@ def test_all_problems_are_reported_together():
     wrong = {
         "hidden_act": "gelu",
         "hiden_size": 1,
-        "rope_scaling": {"type": "yarn"},
         "vocab_size": 0,
         "mlp_bias": 1,
+        "num_attention_heads": None,
+        # these change arithmetic in another family
+        "query_pre_attn_scalar": 64,
+        "num_experts": 8,
+        "layer_norm_eps": 1e-5,
+        "use_bidirectional_attention": True,
+        "clip_qkv": 8.0,
     }
-    names = [
-        problem.removeprefix("model.config.").split(" =")[0].split(":")[0]
-        for problem in problems({**LLAMA, **wrong, "num_attention_heads": None})
-    ]
-    assert sorted(names) == sorted(
-        [
-            "hidden_act",
-            "hiden_size",
-            "rope_scaling.rope_type",
-            "vocab_size",
-            "mlp_bias",
-            "num_attention_heads",
-        ]
-    )
-
-
-def test_fields_without_effect_are_accepted():
-    idle = {
-        "_name_or_path": "x",
-        "temperature": 0.6,
-        "top_p": 0.9,
-        "use_cache": False,
-        "rope_interleaved": False,
-        "new": None,
-        "rope_parameters": {"rope_theta": None},
-    }
-    assert read(
-        {**LLAMA, **idle, "architectures": None, "layer_types": ["full_attention"] * 32}
-    ) == read(LLAMA)
+    found = problems({**LLAMA, **wrong})
+    names = [x.removeprefix("model.config.").split(" =")[0].split(":")[0] for x in found]
+    assert sorted(names) == sorted(wrong)
 
 
 def test_fields_that_are_not_known_to_change_arithmetic_are_kept_and_written_back():
     extra = {"unsloth_version": "2025.1", "layer_switch": 4, "use_cache": False}
     assert read(LLAMA_3_1 | extra) == read(LLAMA_3_1)
     fields = LLAMA_3_1 | extra | {"quantization_config": None, "mtp_loss": 1, "new": None}
-    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+    exported = export(fields)
     assert exported.items() >= extra.items()
     assert not {"quantization_config", "mtp_loss", "new"} & exported.keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("query_pre_attn_scalar", 64),
-        ("num_experts", 8),
-        ("layer_norm_eps", 1e-5),
-        ("use_bidirectional_attention", True),
-        ("clip_qkv", 8.0),
-        ("router_jitter_noise", 0.1),
-        ("rope_local_base_freq", 1e4),
-    ],
-)
-def test_fields_that_change_arithmetic_in_another_family_are_refused(name, value):
-    (problem,) = problems(LLAMA_3_1 | {name: value})
-    assert problem.startswith(f"model.config.{name} = ")
+def test_names_in_a_written_config_are_those_of_transformers_and_jaxsp():
+    idle = {"_name_or_path": "x", "temperature": 0.6, "cache_implementation": "hybrid"}
+    idle |= {"_attn_implementation_autoset": True, "return_dict": True, "rope_interleaved": False}
+    idle |= {"rope_parameters": {"rope_theta": None}, "layer_types": ["full_attention"] * 32}
+    assert read(LLAMA | idle) == read(LLAMA)
+    with assert_refused("Did you mean hidden_size?", start=".hiden_size = 1"):
+        read(LLAMA, hiden_size=1)
+    with assert_refused("Leave it out", "hidden_size", start=".n_layers = 2"):
+        read(LLAMA, n_layers=2)
+    with assert_refused("Did you mean rope_theta?", start=".rope_teta = 1"):
+        read(LLAMA_3_1, rope_teta=1)  # also in the whole config.json of a model
+    for fields in HUB.values():
+        read(fields)
 
 
 def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
@@ -452,15 +388,44 @@ def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
         eos_token_id = 5
         pad_token_id = None
 
-    ids = token_ids.choose({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
+    choose = config_fields.choose_token_ids
+    ids = choose({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
     assert ids == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
-    assert token_ids.choose({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [1, 5]
-    assert token_ids.choose({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
-    assert token_ids.choose({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
+    assert choose({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [1, 5]
+    assert choose({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
+    assert choose({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
 
 
-def test_a_model_whose_layers_all_have_an_mlp_has_no_experts():
-    fields = QWEN3_MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0, 1]}
-    assert model_config.parse_model_config(fields).experts is None
-    fields |= {"mlp_only_layers": [0]}
-    assert model_config.parse_model_config(fields).experts is not None
+def test_transformers_4_finds_the_partial_rotation_and_the_scaling_of_phi():
+    """It refuses a rope_scaling of Phi-3 with other fields than these three.
+
+    Source: Phi3Config._rope_scaling_validation in transformers 4.57.
+    """
+    scaling = PHI_4_MINI["rope_scaling"]
+    inside = {"partial_rotary_factor": 0.75, "rope_theta": 10000.0, "rope_type": "longrope"}
+    group = {name: value for name, value in scaling.items() if name != "type"} | inside
+    outside = {"rope_scaling", "rope_theta", "partial_rotary_factor"}
+    saved = {name: value for name, value in PHI_4_MINI.items() if name not in outside}
+    for fields in (PHI_4_MINI, saved | {"rope_parameters": group}):
+        exported = export(fields)
+        assert exported["rope_scaling"] == scaling
+        assert exported["partial_rotary_factor"] == 0.75
+        assert exported["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_both_names_of_a_rope_type_mean_the_same_where_layers_differ(key):
+    """Transformers 5.23 reads the default type from `type` here."""
+    gemma = HUB["google/gemma-2-9b"]
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
+    sizes += ("vocab_size", "num_key_value_heads", "head_dim", "query_pre_attn_scalar")
+    fields = {name: gemma[name] for name in sizes} | {"model_type": "gemma3_text"}
+    fields["rope_scaling"] = {key: "linear", "factor": 8.0}
+    model = read(fields)
+    ropes = [rope.description for rope in model.ropes]
+    assert ropes == ["default, theta 10,000", "linear, theta 1,000,000, factor 8"]
+    assert model_config.parse_model_config(export(fields)) == model
+
+
+def test_the_problem_of_an_unknown_family_has_the_nearest_one():
+    assert_names(problems({"model_type": "qwen4"})[0], "is not implemented", "llama")

@@ -12,12 +12,17 @@ import safetensors.numpy
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import UserError, at
-from jaxsp.hf import model_config, published, token_ids, weights
+from jaxsp.hf import config_fields, model_config, published, weights
 from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model import decoder
 from tests import batches
 from tests.hf import multimodal, oracle
+from tests.hf.test_model_config import HUB
 from tests.messages import assert_names
+
+GEMMA_3_4B = HUB["google/gemma-3-4b-it"]
+MISTRAL_SMALL_3_1 = HUB["mistralai/Mistral-Small-3.1-24B-Instruct-2503"]
+QWEN3_5_27B = HUB["Qwen/Qwen3.5-27B"]
 
 TEXT_CLASSES = {
     "gemma3": "Gemma3ForCausalLM",
@@ -43,7 +48,7 @@ def read(fields: dict[str, Any]) -> ModelConfig:
 
 
 def test_unknown_fields_of_a_written_config_are_refused_beside_and_in_text_config():
-    fields = multimodal.QWEN3_5_27B
+    fields = {name: x for name, x in QWEN3_5_27B.items() if name != "transformers_version"}
     with pytest.raises(UserError, match=r"^\.n_images = 2: is not a field of qwen3_5 "):
         resolve(fields | {"n_images": 2})
     text = fields["text_config"] | {"n_layers": 2}
@@ -124,48 +129,30 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
         assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == [1, 106]
 
 
-def test_layers_of_glm_that_predict_further_tokens_are_left_out(tmp_path):
-    """transformers ignores those of the published sizes too."""
-    model = oracle.torch_model(oracle.MODELS["glm4_moe"])
-    save(model, tmp_path, "hub")
-    extra = {f"model.layers.3.{name}": np.zeros((2, 2), np.float32) for name in ("eh_proj", "x")}
-    rewrite(tmp_path, **extra)
-    source, fields, master = multimodal.import_folder(tmp_path)
-    table = decoder.param_table(model_config.parse_model_config(fields))
-    expected = oracle.stacked(oracle.named_weights(model), table)
-    assert batches.is_bitwise_equal(master, expected)
-    left_out = weights.open_folder(source, table).left_out
-    assert left_out == "without 2 tensors of layers.3"
-    rewrite(tmp_path, **{"model.layers.4.eh_proj": np.zeros(2, np.float32)})
-    with pytest.raises(UserError, match=r"does not have: model\.layers\.4\.eh_proj"):
-        multimodal.import_folder(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_text"])
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "prefix", "wrong", "left_out"),
+    [
+        ("glm4_moe", "model.layers.3", "model.layers.4", "without 2 tensors of layers.3"),
+        ("qwen3_5", "mtp", "mtq", "without 2 tensors of mtp"),
+        ("with vision", "mtp", "mtq", "text model only, without 23 tensors of mtp and visual"),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, name, prefix, wrong, left_out):
     """transformers ignores them too."""
-    model = (
-        oracle.torch_model(oracle.MODELS["qwen3_5"])
-        if name == "qwen3_5_text"
-        else multimodal.torch_model(multimodal.MODELS["qwen3_5"])
-    )
+    if name == "with vision":
+        model = multimodal.torch_model(multimodal.MODELS["qwen3_5"])
+    else:
+        model = oracle.torch_model(oracle.MODELS[name])
     save(model, tmp_path, "hub")
-    rewrite(
-        tmp_path,
-        **{f"mtp.{name}": np.zeros((2, 2), np.float32) for name in ("fc.weight", "norm.weight")},
-    )
+    extra = np.zeros((2, 2), np.float32)
+    rewrite(tmp_path, **{f"{prefix}.fc.weight": extra, f"{prefix}.norm.weight": extra})
     source, fields, master = multimodal.import_folder(tmp_path)
     table = decoder.param_table(model_config.parse_model_config(fields))
     expected = jax.tree.map(oracle.torch.from_numpy, text_tensors(model))
     assert batches.is_bitwise_equal(master, oracle.stacked(expected, table))
-    left_out = weights.open_folder(source, table).left_out
-    count = 2 + sum("visual" in name for name, _ in model.named_parameters())
-    if name == "qwen3_5_text":
-        assert left_out == "without 2 tensors of mtp"
-    else:
-        assert left_out == f"text model only, without {count} tensors of mtp and visual"
-    rewrite(tmp_path, **{"mtq.weight": np.zeros(2, np.float32)})
-    with pytest.raises(UserError, match=r"mtq\.weight"):
+    assert weights.open_folder(source, table).left_out == left_out
+    rewrite(tmp_path, **{f"{wrong}.weight": extra})
+    with pytest.raises(UserError, match=rf"does not have: {wrong}\.weight"):
         weights.open_folder(source, table)
 
 
@@ -185,13 +172,13 @@ def test_logits_equal_those_of_the_multimodal_model_without_images(tmp_path, nam
 
 
 def test_sizes_that_gemma_leaves_out_are_those_of_transformers():
-    config = read(multimodal.GEMMA_3_4B)
+    config = read(GEMMA_3_4B)
     assert (config.vocab_size, config.num_layers, config.hidden_size) == (262208, 34, 2560)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
     assert config.tie_embeddings
     assert [layer.window for layer in config.layers[:6]] == [1024] * 5 + [None]
     assert config.layers[5].rope.description == "linear, theta 1,000,000, factor 8"
-    fields = resolve(multimodal.GEMMA_3_4B)
+    fields = resolve(GEMMA_3_4B)
     assert fields["max_position_embeddings"] == 131072
     # text-only fields, which describe the same model
     assert "vision_config" not in fields
@@ -200,43 +187,23 @@ def test_sizes_that_gemma_leaves_out_are_those_of_transformers():
 
 
 def test_mistral_small_is_read_as_its_text_model():
-    config = read(multimodal.MISTRAL_SMALL_3_1)
-    assert config == read(
-        {**multimodal.MISTRAL_SMALL_3_1["text_config"], "tie_word_embeddings": False}
-    )
+    config = read(MISTRAL_SMALL_3_1)
+    assert config == read({**MISTRAL_SMALL_3_1["text_config"], "tie_word_embeddings": False})
     assert (config.head_dim, config.num_heads, config.layers[0].window) == (128, 32, None)
     assert not config.tie_embeddings
 
 
-def test_qwen_3_5_35b_a3b():
-    fields = resolve(multimodal.QWEN3_5_35B_A3B)
-    config = read(multimodal.QWEN3_5_35B_A3B)
-    assert config == read(published.read_models()["Qwen/Qwen3.5-35B-A3B"].fields)
-    assert {layer.feed_forward for layer in config.layers} == {"experts"}
-    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
-    assert exported["architectures"] == ["Qwen3_5MoeForCausalLM"]
-    assert model_config.parse_model_config(exported) == config
-
-
-def test_qwen_3_5_27b_is_read_as_its_text_model_and_exported_with_its_layers():
-    fields = resolve(multimodal.QWEN3_5_27B)
-    config = read(multimodal.QWEN3_5_27B)
-    mixers = [layer.mixer for layer in config.layers]
-    assert mixers == [*3 * ["delta_net"], "attention"] * 16
-    sizes = config.delta_net
-    assert (sizes.num_key_heads, sizes.num_heads, sizes.filter_size) == (16, 48, 4)
-    assert (sizes.key_size, sizes.value_size, sizes.num_channels) == (128, 128, 10240)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (24, 4, 256)
-    assert (config.ropes[0].description, config.padding_id) == (
-        "default, theta 10,000,000, 64 of 256 elements rotated",
-        None,
-    )
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-35B-A3B"])
+def test_qwen_3_5_is_read_as_its_text_model_and_exported_with_its_layers(name):
+    fields = resolve(HUB[f"Qwen/{name}"])
+    config = read(HUB[f"Qwen/{name}"])
+    assert config == read(published.read_models()[f"Qwen/{name}"].fields)
     swapped = fields["layer_types"][::-1]
     exported = model_config.make_config_json(
         fields | {"layer_types": swapped}, dtype="bfloat16", token_ids={}
     )
-    assert exported["layer_types"] == swapped
-    assert exported["architectures"] == ["Qwen3_5ForCausalLM"]
+    kind = "Moe" if config.experts else ""
+    assert exported["architectures"] == [f"Qwen3_5{kind}ForCausalLM"]
     back = model_config.parse_model_config(exported)
     assert back == dataclasses.replace(config, layers=config.layers[::-1])
 
@@ -263,14 +230,14 @@ def test_embeddings_are_tied_unless_one_of_the_configs_has_false(outer, text, ti
 
 
 def test_special_tokens_beside_the_text_config_replace_those_in_it():
-    text = {**multimodal.GEMMA_3_4B["text_config"], "eos_token_id": 1, "bos_token_id": 2}
-    ids = token_ids.choose(resolve(multimodal.GEMMA_3_4B | {"text_config": text}), None)
+    text = {**GEMMA_3_4B["text_config"], "eos_token_id": 1, "bos_token_id": 2}
+    ids = config_fields.choose_token_ids(resolve(GEMMA_3_4B | {"text_config": text}), None)
     assert ids == {"bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": None}
 
 
 def test_the_context_is_extended_and_planned():
     yarn = {"type": "yarn", "factor": 4}
-    sizes = published.read_sizes(ModelSourceConfig(config=multimodal.MISTRAL_SMALL_3_1, rope=yarn))
+    sizes = published.read_sizes(ModelSourceConfig(config=MISTRAL_SMALL_3_1, rope=yarn))
     assert sizes.fields["max_position_embeddings"] == 4 * 131072
     assert sizes.fields["model_type"] == "mistral"
     assert "yarn" in sizes.model.layers[0].rope.description
@@ -283,16 +250,16 @@ def change(fields: dict[str, Any], **text: Any) -> dict[str, Any]:
 
 
 REFUSED = [
-    (multimodal.GEMMA_3_4B | {"hidden_size": 64}, "hidden_size = 64: ", ["gemma3"]),
-    (multimodal.GEMMA_3_4B | {"text_config": None}, "text_config = null: ", ["fields"]),
+    (GEMMA_3_4B | {"hidden_size": 64}, "hidden_size = 64: ", ["gemma3"]),
+    (GEMMA_3_4B | {"text_config": None}, "text_config = null: ", ["fields"]),
     (
-        change(multimodal.GEMMA_3_4B, model_type="gemma3n_text"),
+        change(GEMMA_3_4B, model_type="gemma3n_text"),
         "text_config.model_type = gemma3n_text: ",
         ["gemma3_text"],
     ),
-    (change(multimodal.GEMMA_3_4B, hidden_size=0), "text_config.hidden_size = 0: ", ["1"]),
+    (change(GEMMA_3_4B, hidden_size=0), "text_config.hidden_size = 0: ", ["1"]),
     (
-        multimodal.QWEN3_5_27B | {"language_model_only": True},
+        QWEN3_5_27B | {"language_model_only": True},
         "language_model_only = true: ",
         ["Qwen3_5ForConditionalGeneration", "false"],
     ),

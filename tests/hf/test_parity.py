@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, token_ids
+from jaxsp.hf import config_fields, model_config
 from jaxsp.model import decoder
 from tests import batches, tolerances
 from tests.hf import oracle
@@ -78,27 +78,6 @@ def test_loss_logits_and_every_gradient_equal_transformers(name, layout):
     assert errors[worst] < tolerances.FP32_PARITY, worst
 
 
-def test_layer_patterns_of_the_families():
-    def describe(name: str) -> list[str]:
-        config = model_config.parse_model_config(oracle.MODELS[name])
-        return [f"{layer.window} {layer.rope.description}" for layer in config.layers]
-
-    local = "5 default, theta 100"
-    full = "None linear, theta 1,000,000, factor 8"
-    assert describe("gemma3") == [local, local, full, local, local, full, local, local]
-    local = "5 default, theta 500,000"
-    assert describe("olmo3")[:3] == [local] * 3
-    assert "yarn" in describe("olmo3")[3]
-    # layers without RoPE attend to whole documents
-    assert describe("cohere2") == ["5 default, theta 10,000"] * 3 + ["None none"] + [
-        "5 default, theta 10,000"
-    ]
-    rotated = "default, theta 2,000,000"
-    assert [layer.split(" ", 1)[1] for layer in describe("smollm3")] == [
-        *(rotated, "none", rotated, "none", rotated)
-    ]
-
-
 def parse(fields):
     return model_config.parse_model_config(fields)
 
@@ -124,17 +103,11 @@ def test_the_padding_token_is_that_of_transformers_and_stays_in_exports(model, f
     assert parse(fields).padding_id == padding_id
     embedding = oracle.torch_model(fields).get_input_embeddings()
     assert embedding.padding_idx == padding_id
-    resumed = token_ids.add(fields, Tokenizer())
+    resumed = config_fields.add_token_ids(fields, Tokenizer())
     exported = model_config.make_config_json(
-        resumed, dtype="float32", token_ids=token_ids.choose(resumed, Tokenizer())
+        resumed, dtype="float32", token_ids=config_fields.choose_token_ids(resumed, Tokenizer())
     )
     assert parse(resumed).padding_id == parse(exported).padding_id == padding_id
-
-
-def test_a_default_padding_token_outside_of_the_vocabulary_is_none():
-    fields = {**oracle.MODELS["phi3"]}
-    del fields["pad_token_id"]
-    assert parse(fields).padding_id is None
 
 
 @pytest.mark.parametrize("padding_id", [131, -132, [0, 1], "0"])

@@ -17,17 +17,15 @@ import safetensors.numpy
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.batch import Batch
-from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft, weights
 from jaxsp.hf.multimodal import find_family, is_multimodal, read_text_fields, select_tensors
 from jaxsp.hf.peft import ResolvedAdapter
-from jaxsp.model import decoder
 from jaxsp.model.adapter_config import AdapterConfig
-from jaxsp.run import merging
-from jaxsp.training import trainable
+from jaxsp.run import export_command
+from jaxsp.training import specs, train_state
 from tests import batches, tolerances
 from tests.hf import multimodal, oracle
-from tests.messages import assert_names, assert_refused
+from tests.messages import assert_refused
 
 torch = oracle.torch
 hf_peft = pytest.importorskip("peft", reason="peft is not installed (extra `test`)")
@@ -71,28 +69,31 @@ class Case:
         return AdapterConfig.model_validate({name: getattr(self, name) for name in names})
 
 
-CASES = {"llama": Case("llama"), "qwen3 dora": Case("qwen3", type="dora")}
+GATE_UP = "mlp.experts.gate_up_proj"
+DOWN = "mlp.experts.down_proj"
+MATRICES = (GATE_UP, DOWN)
+CASES = {
+    "llama": (Case("llama"), ()),
+    "qwen3 dora": (Case("qwen3", type="dora"), ()),
+    "matrices of experts": (
+        Case("qwen3_moe", targets=[], target_parameters=MATRICES),
+        pytest.mark.e2e,
+    ),
+}
 SLOW_CASES = {
     "phi3 rslora": Case("phi3", use_rslora=True),
     "tied": Case("llama tied", targets=["q_proj", "v_proj"], modules_to_save=ALL[:1]),
-    "phi3 dora": Case("phi3", type="dora"),
     "untied": Case("llama3", use_rslora=True, modules_to_save=ALL),
     "embedding": Case("qwen2", rank=1, modules_to_save=ALL[:1]),
     "head": Case("qwen2", type="dora", modules_to_save=ALL[1:]),
     "tied dora": Case("gemma2", type="dora", modules_to_save=ALL),
     "phi3 tied": Case("phi3 tied", targets=["qkv_proj", "down_proj"], modules_to_save=ALL),
-    "with vision": Case(
-        "gemma3 with vision", targets=["q_proj", "down_proj"], modules_to_save=ALL[:1]
-    ),
-    "delta nets with vision": Case(
-        "qwen3_5 with vision", targets=["in_proj_qkv", "out_proj", "o_proj"]
-    ),
+    "with vision": Case("gemma3 with vision", targets=["q_proj"], modules_to_save=ALL[:1]),
+    "delta nets with vision": Case("qwen3_5 with vision", targets=["in_proj_qkv", "o_proj"]),
     "one of two q_proj": Case("olmo hybrid", targets=["self_attn.q_proj", "v_proj", "g_proj"]),
     "both gates with vision": Case("muse_glimmer with vision", targets=["gate_proj"]),
     "one gate with vision": Case("muse_glimmer with vision", targets=["q_proj", "mlp.gate_proj"]),
-    "normalized embedding with vision": Case(
-        "muse_glimmer with vision", type="dora", modules_to_save=ALL
-    ),
+    "normalized embedding": Case("muse_glimmer with vision", type="dora", modules_to_save=ALL),
     "uneven": Case("llama uneven", type="dora", rank=8),
     "values of some layers": Case("gemma4", targets=["v_proj"]),
     "MLP beside experts": Case(
@@ -100,42 +101,23 @@ SLOW_CASES = {
         targets=["gate_proj"],
         target_parameters=("experts.gate_up_proj", "experts.down_proj"),
     ),
-    "MLP": Case("llama3", rank=64, targets=["gate_proj", "down_proj"]),
+    "alternating rows of experts": Case("gpt_oss", targets=[], target_parameters=MATRICES),
+    "gate and up of experts": Case("gpt_oss", targets=["q_proj"], target_parameters=MATRICES[:1]),
+    "down of experts": Case("olmoe", targets=[], target_parameters=("down_proj",)),
+    "experts beside a shared one": Case("qwen3_5_moe", target_parameters=MATRICES),
+    "experts of Mixtral": Case("mixtral", use_rslora=True, target_parameters=MATRICES),
+    "experts of GLM": Case("glm4_moe", target_parameters=("gate_up_proj", "down_proj")),
+    "experts of Qwen3-Next": Case("qwen3_next", targets=[], target_parameters=MATRICES),
+    "experts of Granite": Case("granitemoe", target_parameters=("gate_up_proj", "down_proj")),
 } | {
     f"{model} {kind}": Case(model, type=kind)
     for model in (
-        *("qwen3_5", "olmo hybrid", "gemma3", "olmo2", "olmo3"),
+        *("qwen3_5", "olmo hybrid", "gemma3", "olmo2", "olmo3", "phi3"),
         *("granite", "glm4", "ministral3", "cohere2", "gemma4", "gemma4_shared"),
     )
     for kind in ("lora", "dora")
 }
-GATE_UP = "mlp.experts.gate_up_proj"
-DOWN = "mlp.experts.down_proj"
-E2E_CASES = {
-    "matrices of experts": Case("qwen3_moe", targets=[], target_parameters=(GATE_UP, DOWN))
-}
-SLOW_CASES |= {
-    "alternating rows of experts": Case("gpt_oss", targets=[], target_parameters=(DOWN, GATE_UP)),
-    "gate and up of experts": Case("gpt_oss", targets=["q_proj"], target_parameters=(GATE_UP,)),
-    "down of experts": Case("olmoe", targets=[], target_parameters=("down_proj",)),
-    "experts beside a shared one": Case("qwen3_5_moe", target_parameters=(GATE_UP, DOWN)),
-    "experts of Mixtral": Case("mixtral", use_rslora=True, target_parameters=(GATE_UP, DOWN)),
-    "experts of GLM": Case("glm4_moe", target_parameters=("gate_up_proj", "down_proj")),
-    "experts of Qwen3-Next": Case("qwen3_next", targets=[], target_parameters=(GATE_UP, DOWN)),
-    "experts of Granite": Case("granitemoe", target_parameters=("gate_up_proj", "down_proj")),
-} | {
-    f"{name} experts": Case(name)
-    for name, fields in oracle.MODELS.items()
-    if "num_experts_per_tok" in fields and name != "qwen3_next"
-}
-each_case = pytest.mark.parametrize(
-    "case",
-    [
-        *(pytest.param(case, id=name) for name, case in CASES.items()),
-        *(pytest.param(case, id=name, marks=pytest.mark.e2e) for name, case in E2E_CASES.items()),
-        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
-    ],
-)
+CASES |= {name: (case, pytest.mark.slow) for name, case in SLOW_CASES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +163,7 @@ def resolve(base: Base, section: AdapterConfig) -> tuple[ResolvedAdapter, layers
     """The adapter, and the parameter table of the model with it."""
     resolved = peft.resolve(section, base.config)
     config = batches.make_config(adapter=resolved.config.model_dump())
-    return resolved, trainable.build_table(resolved.model, config.step)
+    return resolved, specs.build_table(resolved.model, config.step)
 
 
 def draw_trained(table: layers.Weights) -> layers.Weights:
@@ -192,12 +174,12 @@ def draw_trained(table: layers.Weights) -> layers.Weights:
         values = rng.normal(0, 0.1, param.stacked_shape).astype(np.float32)
         return values if param.is_matrix else 1 + np.abs(values)
 
-    return jax.tree.map(draw, trainable.select_trained(table, table))
+    return jax.tree.map(draw, train_state.select_trained(table, table))
 
 
 def jaxsp_result(base: Base, resolved: ResolvedAdapter, table, trained) -> oracle.Result:
     tensors = base.tensors
-    frozen_table = trainable.select_frozen(table, table)
+    frozen_table = train_state.select_frozen(table, table)
     names = {
         name
         for param in jax.tree.leaves(frozen_table)
@@ -205,7 +187,7 @@ def jaxsp_result(base: Base, resolved: ResolvedAdapter, table, trained) -> oracl
         for _, name in param.list_tensors(layer)
     }
     frozen = {name: torch.from_numpy(tensors[name]) for name in names}
-    weights = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
+    weights = train_state.merge(trained, oracle.stacked(frozen, frozen_table))
     arrays = oracle.packed_rows(SEGMENTS, vocab_size=base.config.vocab_size)
     batch = Batch(**jax.tree.map(jnp.asarray, arrays))
     return oracle.jaxsp_result(resolved.model)(weights, batch)
@@ -244,7 +226,7 @@ def export(base: Base, section: AdapterConfig, directory: pathlib.Path):
 def save(base: Base, resolved: ResolvedAdapter, table, trained, directory: pathlib.Path) -> None:
     peft.save_adapter(
         trained,
-        table=trainable.select_trained(table, table),
+        table=train_state.select_trained(table, table),
         adapter=resolved.config,
         model=resolved.model,
         base=str(base.directory),
@@ -253,7 +235,9 @@ def save(base: Base, resolved: ResolvedAdapter, table, trained, directory: pathl
     )
 
 
-@each_case
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in CASES.items()]
+)
 def test_an_export_has_the_same_loss_and_gradients_in_peft(tmp_path, base_of, case):
     base = base_of(case.model)
     resolved, table, trained = export(base, case.section, tmp_path / "adapter")
@@ -266,9 +250,9 @@ def test_an_export_has_the_same_loss_and_gradients_in_peft(tmp_path, base_of, ca
 
     actual = jaxsp_result(base, resolved, table, trained)
     expected = peft_result(base, model)
-    trained_table = trainable.select_trained(table, table)
+    trained_table = train_state.select_trained(table, table)
     named = batches.name_leaves(oracle.stacked(expected.gradients, trained_table))
-    found = batches.name_leaves(trainable.select_trained(table, actual.gradients))
+    found = batches.name_leaves(train_state.select_trained(table, actual.gradients))
     errors = {name: batches.relative_error(found[name], named[name]) for name in named}
     errors["loss"] = batches.relative_error(actual.loss, expected.loss)
     worst = max(errors, key=lambda key: errors[key])
@@ -307,26 +291,14 @@ def read_trained(resolved: ResolvedAdapter, table: layers.Weights) -> layers.Wei
             return reader.read(param, None, whole)
         return np.stack([reader.read(param, layer, whole) for layer in param.layers])
 
-    return jax.tree.map(read, trainable.select_trained(table, table))
+    return jax.tree.map(read, train_state.select_trained(table, table))
 
 
 PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-LLAMA_SOURCES: dict[str, dict[str, Any]] = {
-    "list": {"target_modules": PROJECTIONS},
-    "regex": {"target_modules": r".*\.layers\.\d+\..*_proj"},
-    "all-linear": {"target_modules": "all-linear"},
-    "full names": {
-        "target_modules": [
-            f"model.layers.{layer}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
-            for layer in range(2)
-            for name in PROJECTIONS
-        ]
-    },
-    "excluded": {"target_modules": PROJECTIONS, "exclude_modules": ["down_proj", "mlp.up_proj"]},
-    "all layers": {"target_modules": PROJECTIONS, "layers_to_transform": [0, 1]},
-    "dropout": {"target_modules": PROJECTIONS, "lora_dropout": 0.5},
-}
-SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | {
+SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "regex": ("llama", {"target_modules": r".*\.layers\.\d+\..*_proj"}),
+    "excluded": ("llama", {"target_modules": PROJECTIONS, "exclude_modules": ["mlp.up_proj"]}),
+    "dropout": ("llama", {"target_modules": PROJECTIONS, "lora_dropout": 0.5}),
     "tied": (
         "llama tied",
         {
@@ -339,10 +311,6 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
         "gemma3 with vision",
         {"target_modules": r".*language_model.*\.(q_proj|k_proj)"},
     ),
-    "both gates with vision": (
-        "muse_glimmer with vision",
-        {"target_modules": r".*language_model.*\.(gate_proj|o_proj)"},
-    ),
     "one gate with vision": (
         "muse_glimmer with vision",
         {"target_modules": ["q_proj", "self_attn.gate_proj"], "exclude_modules": ".*vision.*"},
@@ -352,7 +320,6 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
     "rslora": ("phi3", {"target_modules": "all-linear", "use_rslora": True}),
     "dora": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),
     "delta nets": ("qwen3_5", {"target_modules": "all-linear"}),
-    "gates of delta nets": ("qwen3_5", {"target_modules": ["in_proj_a", "in_proj_b", "in_proj_z"]}),
     "rows of each key head": (
         "qwen3_next",
         {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj"]},
@@ -367,7 +334,7 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
     ),
 }
 QUICK_SOURCES = ("regex", "excluded", "tied", "dora")
-E2E_SOURCES = ("full names", "dropout", "rslora", "experts")
+E2E_SOURCES = ("dropout", "rslora", "experts")
 
 
 def mark(name):
@@ -423,27 +390,14 @@ def make_source(directory: pathlib.Path, adapter: pathlib.Path, **changes: Any) 
     [
         ({"peft_type": "IA3"}, ["peft_type", "IA3", "LORA"]),
         ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
-        ({"alpha_pattern": {"q_proj": 4}}, ["alpha_pattern"]),
         ({"bias": "all"}, ["bias"]),
-        ({"lora_bias": True}, ["lora_bias"]),
-        ({"trainable_token_indices": [1]}, ["trainable_token_indices"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
-        ({"layers_to_transform": [1]}, ["down_proj", "1 of 2"]),
-        ({"layers_to_transform": 1}, ["down_proj", "1 of 2"]),
-        ({"target_modules": ["qkv_proj"]}, ["qkv_proj", "q_proj"]),
-        ({"target_modules": "("}, ["target_modules"]),
-        ({"target_modules": None}, ["target_modules"]),
-        ({"target_modules": "(" * 2000 + ")" * 2000}, ["target_modules"]),
-        ({"target_modules": [1]}, ["target_modules"]),
-        ({"exclude_modules": {}}, ["exclude_modules"]),
         ({"modules_to_save": 3}, ["modules_to_save"]),
-        ({"layers_to_transform": "x"}, ["layers_to_transform"]),
-        ({"target_modules": [*PROJECTIONS[:3]]}, ["tensors", "target_modules", "down_proj"]),
         ({"modules_to_save": ["score"]}, ["modules_to_save", "score"]),
         ({"modules_to_save": ["lm_head"]}, ["missing", "lm_head.weight"]),
+        ({"target_parameters": DOWN}, ["target_parameters", "a list of names"]),
         ({"r": 4}, ["shape", "[3, 56]", "[4, 56]"]),
         ({"r": None}, ["r", "null"]),
-        ({"r": 2.5}, ["r", "2.5"]),
         ({"lora_alpha": -1}, ["lora_alpha", "-1"]),
         ({"use_dora": True}, ["type", "dora"]),
     ],
@@ -451,12 +405,8 @@ def make_source(directory: pathlib.Path, adapter: pathlib.Path, **changes: Any) 
 def test_what_is_not_supported_in_an_adapter_is_refused(
     tmp_path, base_of, plain_adapter, changes, words
 ):
-    section = make_source(tmp_path / "theirs", plain_adapter, **changes)
-    with pytest.raises(UserError) as caught:
-        open_source(base_of("llama"), section)
-    (line,) = caught.value.problems
-    assert "\n" not in line
-    assert_names(line, *words, start="adapter.")
+    with assert_refused(*words, start="adapter."):
+        open_source(base_of("llama"), make_source(tmp_path / "theirs", plain_adapter, **changes))
 
 
 def test_the_files_of_an_adapter_are_checked(tmp_path, base_of, plain_adapter):
@@ -465,78 +415,52 @@ def test_the_files_of_an_adapter_are_checked(tmp_path, base_of, plain_adapter):
     path = tmp_path / "theirs/adapter_model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match=r"adapter_model\.safetensors") as caught:
+    with assert_refused("adapter_model.safetensors", "damaged or incomplete"):
         open_source(base, section)
-    assert len(caught.value.problems) == 1
     tensors = safetensors.numpy.load(whole)
-    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
-    del tensors[name]
+    prefix = "base_model.model."
+    name = "model.layers.1.self_attn.v_proj.lora_B.weight"
+    renamed = name.replace("v_proj", "w_proj")
+    tensors[prefix + renamed] = tensors.pop(prefix + name)
     safetensors.numpy.save_file(tensors, path)
-    with pytest.raises(UserError, match=f"missing tensors: {name[len('base_model.model.') :]}"):
+    with assert_refused(f"missing tensors: {name}", renamed):
         open_source(base, section)
     path.rename(path.with_name("adapter_model.bin"))
-    with pytest.raises(UserError, match="pickle"):
+    with assert_refused("pickles"):
         open_source(base, section)
 
 
 @pytest.mark.parametrize(
-    ("changes", "targets"),
+    ("model", "places", "parameters", "words"),
     [
-        ({}, {"q_proj", "in_proj_z"}),
-        ({"layers_to_transform": [0, 1, 2, 3]}, {"q_proj", "in_proj_z"}),
-        ({"layers_to_transform": [0, 1, 3]}, {"in_proj_z"}),
-        ({"layers_to_transform": 2}, {"q_proj"}),
-        ({"exclude_modules": r".*\.2\..*"}, {"in_proj_z"}),
-        ({"layers_to_transform": [0, 2]}, None),
+        ("qwen3_5", {"linear_attn.in_proj_z": (0, 1, 3), "self_attn.q_proj": (2,)}, [], None),
+        ("qwen3_5", {"self_attn.q_proj": (2,)}, [], None),
+        ("qwen3_5", {"linear_attn.in_proj_z": (0,)}, [], ["in_proj_z", "1 of 3 layers"]),
+        ("qwen3_5", {"self_attn.r_proj": (2,)}, [], ["no tensors", "self_attn.q_proj"]),
+        ("qwen3_moe", {}, [DOWN], None),
+        ("qwen3_moe", {}, ["mlp.gate.weight", DOWN], ["mlp.gate.weight", GATE_UP, DOWN]),
     ],
 )
-def test_a_projection_has_adapters_in_the_layers_that_have_it(tmp_path, changes, targets):
-    """Layers 0, 1 and 3 are delta nets, layer 2 has attention."""
-    config = model_config.parse_model_config(oracle.MODELS["qwen3_5"])
-    fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
-    fields |= {"target_modules": ["in_proj_z", "q_proj"]} | changes
+def test_a_projection_has_adapters_in_all_layers_that_have_it(
+    tmp_path, model, places, parameters, words
+):
+    """Layers 0, 1 and 3 of Qwen3.5 are delta nets, layer 2 has attention."""
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_parameters": parameters}
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    stored = {
+        f"base_model.model.model.layers.{layer}.{name}.lora_A.weight": np.zeros((2, 2), np.float32)
+        for name, numbers in places.items()
+        for layer in numbers
+    }
+    safetensors.numpy.save_file(stored, tmp_path / "adapter_model.safetensors")
     section = AdapterConfig(type="lora", source=str(tmp_path))
-    if targets is None:
-        with pytest.raises(UserError, match="in_proj_z has an adapter in 1 of 3 layers"):
+    config = model_config.parse_model_config(oracle.MODELS[model])
+    if words is not None:
+        with assert_refused(*words, start="adapter.source"):
             peft.resolve(section, config)
         return
-    params = jax.tree.leaves(decoder.param_table(peft.resolve(section, config).model))
-    shapes = weights.tensor_shapes([param for param in params if param.is_adapter])
-    places = {"in_proj_z": (0, 1, 3), "q_proj": (2,)}
-    parts = {"in_proj_z": "linear_attn", "q_proj": "self_attn"}
-    assert shapes.keys() == {
-        f"model.layers.{layer}.{parts[name]}.{name}.lora_{matrix}.weight"
-        for name in targets
-        for layer in places[name]
-        for matrix in "AB"
-    }
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"target_parameters": ["mlp.gate.weight", DOWN]}, ["mlp.gate.weight", GATE_UP, DOWN]),
-        (
-            {"target_parameters": [f"model.layers.2.{DOWN}"]},
-            [f"target_parameters: {DOWN} has an adapter in 1 of 3 layers"],
-        ),
-        ({"target_parameters": DOWN}, ["target_parameters", "a list of names"]),
-        ({"target_parameters": [DOWN], "target_modules": ["up_proj"]}, None),
-    ],
-)
-def test_tensors_of_experts_are_in_all_layers_that_have_them(tmp_path, changes, words):
-    """Layer 1 has no experts."""
-    config = model_config.parse_model_config(oracle.MODELS["qwen3_moe"])
-    fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": []}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(fields | changes))
-    section = AdapterConfig(type="lora", source=str(tmp_path))
-    if words is None:
-        resolved = peft.resolve(section, config)
-        assert (resolved.config.targets, resolved.config.target_parameters) == ((), (DOWN,))
-        return
-    with assert_refused(*words, start="adapter.source"):
-        peft.resolve(section, config)
+    resolved = peft.resolve(section, config).config
+    assert ({*resolved.targets}, [*resolved.target_parameters]) == ({*places}, parameters)
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
@@ -544,11 +468,11 @@ def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
     base = base_of(model)
     section = Case(model, targets=["q_proj"], target_parameters=(GATE_UP, DOWN)).section
     resolved, table, trained = export(base, section, tmp_path / "adapter")
-    frozen_table = trainable.select_frozen(table, table)
+    frozen_table = train_state.select_frozen(table, table)
     names = {name for name in base.tensors if "correction" not in name}
     frozen = {name: torch.from_numpy(base.tensors[name]) for name in names}
-    state = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
-    plain_table, merged = merging.merge_state(state, table=table, model=resolved.model)
+    state = train_state.merge(trained, oracle.stacked(frozen, frozen_table))
+    plain_table, merged = export_command.merge_state(state, table=table, model=resolved.model)
     ours = weights.list_tensors(merged, plain_table, "float32")
     adapted = hf_peft.PeftModel.from_pretrained(base.load(), tmp_path / "adapter")
     theirs = oracle.as_published(
@@ -571,7 +495,7 @@ def test_tied_weights_that_peft_has_trained_as_copies_are_refused(tmp_path, base
     base = base_of("llama tied")
     with pytest.warns(UserWarning, match="tie_word_embeddings"):
         make_adapter(base, tmp_path / "a", target_modules=["q_proj"], modules_to_save=names)
-    with pytest.raises(UserError, match="use the merged model"):
+    with assert_refused("use the merged model"):
         open_source(base, AdapterConfig(type="lora", source=str(tmp_path / "a")))
 
 
@@ -603,7 +527,7 @@ def test_merged_weights_are_those_of_peft(kind, rank, record_property):
         if kind == "dora":
             magnitude = (1 + rng.random(dim_out)).astype(np.float32)
         expected = merge_with_peft(weight, a, b, magnitude, use_rslora=kind == "rslora")
-        merged = merging.merge_matrix(weight, a, b, scale=scale, magnitude_o=magnitude)
+        merged = export_command.merge_matrix(weight, a, b, scale=scale, magnitude_o=magnitude)
         error = batches.relative_error(merged, expected)
         print(f"{kind}, rank {rank}, {dim_out} x {dim_in}: {error:.1e}")
         assert error < (tolerances.MERGE if magnitude is None else tolerances.MERGE_DORA)

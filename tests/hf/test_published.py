@@ -76,26 +76,6 @@ def test_recipes_that_extend_a_model_reach_their_rows(path):
     model_config.parse_model_config(changed, row_tokens=row_tokens)
 
 
-def test_sizes_of_llama_3_1_8b_equal_its_config_json():
-    """Compared once by hand, with every field that a plan reads."""
-    read = published.read_models()[LLAMA].fields
-    assert (read["num_hidden_layers"], read["hidden_size"], read["intermediate_size"]) == (
-        32,
-        4096,
-        14336,
-    )
-    assert (read["num_attention_heads"], read["num_key_value_heads"], read["vocab_size"]) == (
-        32,
-        8,
-        128256,
-    )
-    assert (read["rope_theta"], read["rope_scaling"]["factor"], read["tie_word_embeddings"]) == (
-        5e5,
-        8.0,
-        False,
-    )
-
-
 def test_published_sizes_are_used_if_the_hub_refuses_and_never_silently(hub):
     hub(REFUSED)
     sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxsp.blocks.config import Lora
 from jaxsp.blocks.linear import Linear
-from jaxsp.run import merging
+from jaxsp.run import export_command
 from tests import batches
 
 NAME = "self_attn.o_proj"
@@ -46,7 +46,7 @@ def test_rows_of_zeros_stay_zero_and_have_finite_gradients():
     np.testing.assert_allclose(product, weight, rtol=1e-6)
     assert all(np.isfinite(gradient).all() for gradient in gradients.values())
     assert (np.asarray(gradients["b"])[[0, 2, 3, 5]] != 0).all()
-    merged = merging.merge_matrix(weight, A, 0 * B, scale=SCALE, magnitude_o=magnitude)
+    merged = export_command.merge_matrix(weight, A, 0 * B, scale=SCALE, magnitude_o=magnitude)
     np.testing.assert_allclose(merged, weight, rtol=1e-6)
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxsp.blocks.config import LayerKind, LayerSegment
-from jaxsp.core import host_memory
 from jaxsp.model import layer_stack
 from jaxsp.model.layer_stack import Layer, OffloadedStack
 from jaxsp.model.remat import RematPolicy
 from jaxsp.sharding import host_offload
+from jaxsp.system import device_memory
 from tests.unsharded import UnshardedGather
 
 KIND = LayerKind("attention", "mlp")
@@ -23,11 +23,11 @@ GROUPS = [(1, True), (2, False), (3, True), (7, False), (9, True)]
 
 
 @pytest.fixture(autouse=True)
-def device_memory(monkeypatch):
+def plain_memory(monkeypatch):
     """Older releases have no arrays in host memory inside loops; the arithmetic is the same."""
     if jax.__version_info__ < host_offload.MIN_RELEASE:
         for name in ("to_host", "to_device"):
-            monkeypatch.setattr(host_memory, name, lambda x: x)
+            monkeypatch.setattr(device_memory, name, lambda x: x)
 
 
 class ToyLayer(Layer):

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from jaxsp.attention.strategies.workload import count_workloads
+from jaxsp.attention.workload import count_workloads
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import DELTA_NET
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.delta_rule.spans import RowSpans
-from jaxsp.optimizers import matrix_exchange, optimizer
+from jaxsp.optimizers import muon, optimizer
 from jaxsp.optimizers.registry import Optimizer
 from jaxsp.planning.hlo import Collective
 from jaxsp.sharding import sharding
@@ -140,13 +140,13 @@ def average_bytes(param: Parameter, state: Any, num_shards: int) -> dict[str, fl
     """Bytes that a device sends to keep averages of a matrix's rows and columns on all devices.
 
     Averages along the sharded dim are summed over the shards (all-reduce), the others are gathered
-    (all-gather). A few bytes for clipping are left out. Args: state: as for `held_bytes`.
+    (all-gather). A few bytes for clipping are left out. Args: state: its shapes without padding.
     """
     placement = sharding.choose_placement(param, num_shards)
     experts = param.shape[: -len(param.matrix_shape)]
     averages = [(*experts, size) for size in param.matrix_shape]
     has_averages = any(
-        optimizer._layer_shape(param, x.shape) in averages for x in jax.tree.leaves(state)
+        x.shape[param.num_layers is not None :] in averages for x in jax.tree.leaves(state)
     )
     if placement.dim is None or len(param.matrix_shape) != 2 or not has_averages:
         return {}
@@ -166,11 +166,11 @@ def exchange_bytes(param: Parameter, num_shards: int, itemsize: int) -> dict[str
 
     A group that is not full is padded with matrices of zeros: 36 layers on 32 devices count as 64.
     """
-    if param.num_layers is None or matrix_exchange.has_whole_matrices(param, num_shards):
+    if param.num_layers is None or muon.has_whole_matrices(param, num_shards):
         return {}
     num_experts = param.num_experts or 1
     size = sharding.shard_size(param, num_shards) // (param.num_layers * num_experts)
-    group_size = matrix_exchange.group_size(param, num_shards)
+    group_size = muon.group_size(param, num_shards)
     num_groups, num_remaining = divmod(param.num_layers, group_size)
     layers = [*num_groups * [group_size], num_remaining]
     num_matrices = sum(-(-n * num_experts // num_shards) * num_shards for n in layers)

@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
+from jaxsp.attention.kernels.cudnn import CudnnKernel
 from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config

@@ -6,7 +6,7 @@ import pytest
 from jaxsp.attention.attend import SCOPE as ATTENTION_SCOPE
 from jaxsp.blocks import delta_net
 from jaxsp.core import axes
-from jaxsp.optimizers import matrix_exchange
+from jaxsp.optimizers import muon
 from jaxsp.planning import absent, hlo
 from jaxsp.sharding import sharding
 from tests.messages import assert_names
@@ -130,12 +130,12 @@ def test_a_gpu_program_sends_the_bytes_of_the_optimizer(name):
     assert (
         0 <= sent_bytes.sum_bytes(sent, operation="all-reduce") - expected["all-reduce"] < FEW_BYTES
     )
-    exchanged = sent_bytes.sum_bytes(sent, scope=matrix_exchange.SCOPE)
+    exchanged = sent_bytes.sum_bytes(sent, scope=muon.SCOPE)
     layer = 4 * 1024 * 1024 + 3 * 1024 * 2560
     assert exchanged == (2 * 2 * 16 * layer / 8 * 7 / 8 if name == "muon" else 0)
     if name == "muon":
         exchanges = sent_bytes.sum_bytes(
-            sent, operation="all-to-all", scope=matrix_exchange.SCOPE, dtype="bf16"
+            sent, operation="all-to-all", scope=muon.SCOPE, dtype="bf16"
         )
         assert exchanges == exchanged
 

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from jaxsp.attention.kernels import blockwise_rows
+from jaxsp.attention.kernels import blockwise
 from jaxsp.config import yaml_io
 from jaxsp.model import flops
 from jaxsp.planning import absent, gpus, hlo, step_time
@@ -85,7 +85,7 @@ def test_blockwise_attention_takes_the_time_of_the_kernels_of_all_visited_blocks
     program = hlo.parse(step.dump.hlo_text)
     lines = (line for each in program.computations.values() for line in each.values())
     loops = [line for line in lines if line.is_key_loop]
-    num_blocks = DEVICE_TOKENS // blockwise_rows.BLOCK_TOKENS
+    num_blocks = DEVICE_TOKENS // blockwise.BLOCK_TOKENS
     num_visits = 4 * num_blocks * (num_blocks + 1) / 2  # in four layers
     for launch_us in (0.0, 500.0):
         seconds = 0.0

@@ -5,13 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.core.errors import UserError
 from jaxsp.run import config_file
 from tests import commands, messages, tolerances
 from tests.hf import oracle
-from tests.messages import assert_names
 from tests.small_runs import make_fields, train
 
 ROW_TOKENS = 64
@@ -74,6 +71,9 @@ def test_the_loss_is_that_of_transformers_with_the_changed_config(extended):
     assert line["loss"] == pytest.approx(expected, rel=tolerances.FP32_PARITY)
     own = mean_loss(oracle.torch_model(QWEN3), documents)
     assert abs(own - expected) > 10 * tolerances.FP32_PARITY * expected
+    banner = messages.read_banner(extended / "run")
+    messages.assert_names(banner, "yarn, theta 10,000, factor 4 over 16 positions")
+    assert "untrained" not in banner
 
 
 @pytest.mark.e2e
@@ -95,37 +95,3 @@ def test_the_export_has_the_changed_config_and_its_loss_in_transformers(extended
     (line,) = commands.read_lines(extended / "run/metrics.jsonl")
     loss = mean_loss(model, read_documents(extended))
     assert loss == pytest.approx(line["loss"], rel=tolerances.FP32_PARITY)
-
-
-@pytest.mark.e2e
-def test_the_banner_names_the_rope_and_has_no_note(extended):
-    text = messages.read_banner(extended / "run")
-    assert_names(text, "yarn, theta 10,000, factor 4 over 16 positions")
-    assert "untrained" not in text
-
-
-@pytest.mark.slow
-def test_an_evaluation_of_the_original_model_can_extend_it(extended, tmp_path):
-    words = [str(extended / "model"), YARN, f"data.row_tokens={ROW_TOKENS}"]
-    words += [f"data.eval=[{{source: {extended}/train.jsonl, format: tokens, name: all}}]"]
-    words += ["model.compute_dtype=float32", "--out", str(tmp_path / "eval.jsonl")]
-    evaluation.main(words)
-    (result,) = commands.read_lines(tmp_path / "eval.jsonl")
-    (line,) = commands.read_lines(extended / "run/metrics.jsonl")
-    assert result["loss"] == pytest.approx(line["loss"], rel=tolerances.EVAL)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_the_same_rope_only(extended):
-    for change, saved in (
-        ("model.rope={type: yarn, factor: 8}", "factor 4 over 16 positions"),
-        ("model.rope=null", "yarn, theta 10,000"),
-        ("model.rope={type: yarn, factor: 4, attention_factor: 1.5}", "another scale"),
-    ):
-        with pytest.raises(UserError) as raised:
-            train(settings(extended, YARN, change, steps=2))
-        (problem,) = raised.value.problems
-        assert_names(problem, saved, "jaxsp export", start="model: rope of all layers = ")
-    train(settings(extended, YARN, steps=2))
-    first, second = commands.read_lines(extended / "run/metrics.jsonl")
-    assert second["loss"] == pytest.approx(first["loss"], rel=tolerances.MESH)

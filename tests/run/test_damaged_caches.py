@@ -3,27 +3,43 @@
 import json
 import pathlib
 
-import numpy as np
 import pytest
 
 from jaxsp.core.errors import NeedsAttentionError, ProblemCollector, UserError
-from jaxsp.data.ingest import cache as token_cache
-from jaxsp.data.ingest.cache import DamagedCacheError
-from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data import store, tokenizers
+from jaxsp.data.store import DamagedCacheError
 from jaxsp.run import config_file, data_sets
-from tests import batches
-from tests.data.packing.test_row_reader import row_of
+from tests import batches, small_runs
+from tests.data.test_documents import row_of
 
 TEXTS = [f"document {number} " + "word " * 9 * number for number in range(12)]
 
 
+def read_rows(record_format="text"):
+    """Ids and labels of every document, as a run reads them."""
+    source = {"source": f"{record_format}.jsonl", "format": record_format}
+    data = {"train": [source], "row_tokens": 2048, "num_workers": 1}
+    fields = small_runs.make_fields(
+        pathlib.Path(), model={"config": batches.SMALL_LLAMA}, data=data
+    )
+    config = config_file.parse(fields)
+    opened = data_sets.open_sources(config, for_training=True, problems=ProblemCollector())
+    tokenizer = tokenizers.make_byte_tokenizer()
+    train, _ = data_sets.make_data_sets(
+        opened, config, tokenizer, vocab_size=300, for_training=True
+    )
+    rows = []
+    for number, length in enumerate(train.documents.lengths.tolist()):
+        part = train.documents.read_slice(row_of((number, 0, length)), 0, length)
+        rows.append((part["tokens"].tolist(), part["labels"].tolist()))
+    return rows
+
+
 @pytest.fixture(autouse=True)
 def cache(own_cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "BLOCK_IDS", 64)
+    monkeypatch.setattr(store, "BLOCK_IDS", 64)
     records = {
         "text": [{"text": text} for text in TEXTS],
-        "tokens": [{"input_ids": list(text.encode())} for text in TEXTS],
         "prompt_completion": [{"prompt": text, "completion": text[::-1]} for text in TEXTS],
     }
     for record_format, items in records.items():
@@ -32,35 +48,9 @@ def cache(own_cache, tmp_path, monkeypatch):
     return tmp_path / "cache/jaxsp"
 
 
-def read_rows(record_format="text"):
-    """Ids and labels of every document, as a run reads them, and again after damage."""
-    fields = {
-        "run": {"directory": "run", "steps": 1},
-        "model": {"config": batches.SMALL_LLAMA},
-        "data": {
-            "train": [{"source": f"{record_format}.jsonl", "format": record_format}],
-            "row_tokens": 2048,
-            "num_workers": 1,
-        },
-        "batch": {"rows_per_step": 1},
-        "optimizer": {"learning_rate": 0.1},
-    }
-    config = config_file.parse(fields)
-    problems = ProblemCollector()
-    opened = data_sets.open_sources(config, for_training=True, problems=problems)
-    problems.raise_if_any()
-    tokenizer = tokenizers.make_byte_tokenizer()
-    train, _ = data_sets.make_data_sets(
-        opened, config, tokenizer, vocab_size=300, for_training=True
-    )
-    try:
-        rows = []
-        for number, length in enumerate(train.documents.lengths.tolist()):
-            part = train.documents.read_slice(row_of((number, 0, length)), 0, length)
-            rows.append((part["tokens"].tolist(), part["labels"].tolist()))
-        return rows
-    except DamagedCacheError:
-        return read_rows(record_format)  # the same command again
+def list_files(cache):
+    (meta,) = cache.rglob("meta.json")
+    return sorted(meta.parent.iterdir())
 
 
 def flip(path, place):
@@ -69,76 +59,43 @@ def flip(path, place):
     path.write_bytes(content)
 
 
-def test_a_changed_bit_of_any_token_is_noticed_when_it_is_read(cache, capfd):
-    expected = read_rows()
-    (path,) = cache.rglob("*.arrow")
-    place = find_ids(path, expected[7][0])
-    for offset in (0, 5, 4 * len(expected[7][0]) - 1):
-        flip(path, place + offset)
-        assert read_rows() == expected
-    with pytest.raises(DamagedCacheError, match=r"\.arrow .*same command") as caught:
-        read_damaged(path, place)
+@pytest.mark.parametrize("record_format", ["text", "prompt_completion"])
+def test_a_damaged_file_is_made_again_and_nothing_else_is_learned(cache, record_format):
+    expected = read_rows(record_format)
+    for path in list_files(cache):
+        content = path.read_bytes()
+        for damage in (
+            lambda path: flip(path, int(0.4 * path.stat().st_size)),
+            lambda path: flip(path, path.stat().st_size - 1),
+            lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+            pathlib.Path.unlink,
+        ):
+            damage(path)
+            try:
+                assert read_rows(record_format) == expected
+            except DamagedCacheError:  # while documents are read
+                assert read_rows(record_format) == expected, "the same command again"
+            assert path.read_bytes() == content, path.name
+
+
+def test_damage_found_while_documents_are_read_ends_the_run(cache):
+    read_rows()
+    (path,) = (path for path in list_files(cache) if path.name == "tokens")
+    flip(path, path.stat().st_size - 1)
+    with pytest.raises(DamagedCacheError, match=r"IS DAMAGED.*same command") as caught:
+        read_rows()
     assert isinstance(caught.value, NeedsAttentionError)
     assert not path.exists()
 
 
-def test_labels_are_checked_when_the_data_are_opened(cache, capfd):
-    expected = read_rows("prompt_completion")
-    (path,) = cache.rglob("*.arrow")
-    stored = expected[7][0]
-    flip(path, path.read_bytes().rindex(np.array(stored[-9:], np.int32).tobytes()))
-    capfd.readouterr()
-    assert read_rows("prompt_completion") == expected
-    assert capfd.readouterr().err.count("IS DAMAGED") == 1
-
-
-def find_ids(path, ids):
-    return path.read_bytes().index(np.array(ids, np.int32).tobytes())
-
-
-def read_damaged(path, place):
-    flip(path, place)
-    dataset, stats = token_cache.open_file(path)
-    documents = Documents([dataset], stats=[stats])
-    assert documents.read_slice(row_of((0, 0, 9)), 0, 9)["tokens"].tolist()  # another block
-    documents.read_slice(row_of((7, 0, 9)), 0, 9)
-
-
-@pytest.mark.parametrize("record_format", ["text", "tokens"])
-def test_a_damaged_file_is_made_again(cache, capfd, record_format):
-    expected = read_rows(record_format)
-    (path,) = cache.rglob("*.arrow")
-    lengths = np.cumsum([0, *(len(tokens) for tokens, _ in expected)])
-    size = path.stat().st_size
-    places = {
-        "lengths": path.read_bytes().index(lengths[:9].tobytes()) + 8,
-        "statistics": size - 200,
-        "checksum": size - 1,
-        "cut": int(0.7 * size),
-        "empty": 0,
-    }
-    for kind, place in places.items():
-        if kind in ("cut", "empty"):
-            path.write_bytes(path.read_bytes()[:place])
-        else:
-            flip(path, place)
-        capfd.readouterr()
-        assert read_rows(record_format) == expected
-        output = capfd.readouterr().err
-        assert output.count("IS DAMAGED") == 1
-        assert str(path) in output
-    path.unlink()
-    assert read_rows(record_format) == expected
-
-
 def test_a_damaged_cache_that_cannot_be_removed_is_a_user_error(cache, monkeypatch):
     read_rows()
-    (path,) = cache.rglob("*.arrow")
+    (path,) = (path for path in list_files(cache) if path.name == "meta.json")
     path.write_bytes(b"")
 
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(pathlib.Path, "unlink", refuse)
-    with pytest.raises(UserError, match=r"\.arrow.*Permission.*HF_DATASETS_CACHE"):
+    monkeypatch.setattr(pathlib.Path, "rename", refuse)
+    with pytest.raises(UserError, match=r"Permission.*HF_DATASETS_CACHE"):
         read_rows()

@@ -140,7 +140,7 @@ def test_stored_predictions_of_all_classes_are_those_of_the_teacher_in_the_step(
 def test_a_teacher_with_other_tokens_is_refused(folder):
     teacher = folder / "other"
     small_runs.write_model(teacher, TEACHER | {"vocab_size": 300}, std=0.1)
-    from jaxsp.data.tokenization import tokenizers
+    from jaxsp.data import tokenizers
 
     tokenizer = tokenizers.load(tokenizers.BYTE_TOKENIZER)
     tokenizer.add_tokens(["<other>"])

@@ -9,7 +9,7 @@ import rich.console
 
 from jaxsp import eval as evaluation
 from jaxsp.run import build, comparison, config_file, trainer
-from tests import batches, commands
+from tests import batches, commands, small_runs
 from tests.run import synthetic_runs
 
 TASKS = [
@@ -28,19 +28,17 @@ def folder(tmp_path_factory):
 
 
 def settings(folder, *words):
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": 4, "eval_every": 2, "save_every": 2},
-        "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes", "compute_dtype": "float32"},
+    sections = {
+        "run": {"steps": 4, "eval_every": 2, "save_every": 2},
+        "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes"},
         "data": {
             "train": [{"source": str(folder / "train.jsonl"), "format": "text"}],
             "row_tokens": 256,
         },
         "eval": {"tasks": TASKS},
         "batch": {"rows_per_step": 2},
-        "optimizer": {"learning_rate": 0.01},
-        "logging": {"trackers": ["tensorboard"]},
     }
-    return config_file.parse(fields, words)
+    return config_file.parse(small_runs.make_fields(folder, **sections), words)
 
 
 def train(config):

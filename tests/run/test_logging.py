@@ -1,11 +1,6 @@
 """Records besides metrics.jsonl: TensorBoard events, a profiler trace, cached compiled programs."""
 
-import json
-import os
-import pathlib
 import struct
-import subprocess
-import sys
 
 import pytest
 from tensorboardX.proto import event_pb2
@@ -33,15 +28,9 @@ WORDS = (
 def train(folder, name):
     """Trains some steps of the quickstart, and returns the names of the cached programs."""
     words = [f"run.directory={folder / name}", f"run.compilation_cache={folder}/cache", *WORDS]
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxsp.train", "configs/quickstart.yaml", *words],
-        cwd=pathlib.Path(__file__).parents[2],
-        # otherwise programs that compile in about a second are cached only sometimes
-        env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # otherwise programs that compile in about a second are cached only sometimes
+    env = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    done = commands.run_python("-m", "jaxsp.train", "configs/quickstart.yaml", *words, env=env)
     assert done.returncode == 0, done.stderr
     return {path.name for path in (folder / "cache").glob("*-cache")}
 
@@ -70,16 +59,12 @@ def events(folder):
     return numbers
 
 
-def lines(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_tensorboard_shows_every_number_of_metrics_and_eval(runs):
     folder, *_ = runs
     numbers = {(tag, step): value for tag, step, value in events(folder / "first/tensorboard")}
     for name, group in (("metrics.jsonl", "train"), ("eval.jsonl", "eval/json")):
-        for line in lines(folder / "first", name):
+        for line in commands.read_lines(folder / "first" / name):
             step = line.pop("step")
             for field, value in commands.flatten_numbers(line).items():
                 number = numbers.pop((f"{group}/{field}", step))
@@ -88,25 +73,20 @@ def test_tensorboard_shows_every_number_of_metrics_and_eval(runs):
 
 
 @pytest.mark.slow
-def test_trace_of_the_profiled_steps_is_written(runs):
-    folder, *_ = runs
-    (trace,) = (folder / "first/profile").rglob("*.xplane.pb")
-    assert trace.stat().st_size > 10_000
-
-
-@pytest.mark.slow
 def test_second_start_compiles_nothing_that_the_first_has_cached(runs):
     folder, first, second = runs
     assert first == second
     assert any("step" in name for name in first), first
-    losses = [lines(folder / run, "eval.jsonl")[-1]["loss"] for run in ("first", "second")]
+    losses = [
+        commands.read_lines(folder / run / "eval.jsonl")[-1]["loss"] for run in ("first", "second")
+    ]
     assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
-def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
+def test_a_start_is_recorded_with_its_mesh_memory_and_trace(runs):
     folder, *_ = runs
-    (start,) = lines(folder / "first", "starts.jsonl")
+    (start,) = commands.read_lines(folder / "first/starts.jsonl")
     assert (start["num_devices"], start["mesh"]["seq"], start["num_steps"]) == (2, 2, 4)
     memory = start["memory"]
     weights = 4 * start["num_parameters"]
@@ -115,6 +95,8 @@ def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
     assert 0 <= counts < 1024, "two moments, and AdamW's count of each weight"
     assert memory["device"]["other temporaries"] > 0
     assert start["compile_s"] > 0
+    (trace,) = (folder / "first/profile").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 10_000
 
 
 def test_the_report_of_two_runs_has_their_losses(runs, capsys):
@@ -125,4 +107,6 @@ def test_the_report_of_two_runs_has_their_losses(runs, capsys):
     text = out.read_text(encoding="utf-8")
     shown = [trace["y"] for trace in test_report.Page(text).charts["Training loss"]["traces"]]
     for name in ("first", "second"):
-        assert [line["loss"] for line in lines(folder / name, "metrics.jsonl")] in shown
+        assert [
+            line["loss"] for line in commands.read_lines(folder / name / "metrics.jsonl")
+        ] in shown

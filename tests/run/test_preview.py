@@ -1,60 +1,93 @@
-"""--preview: records of each training source, with the tokens that have a loss."""
+"""--prepare-data: the data of a run is read, tokenized and printed, and training finds it.
 
+--preview: records of each training source, with the tokens that have a loss.
+"""
+
+import json
 import re
 
+import jax
 import pytest
 import rich.console
 
-from jaxsp.run import config_file, preview
+from jaxsp import train
+from jaxsp.data import tokenize
+from jaxsp.run import build, config_file, preview
 from tests import messages
-from tests.data.chat import chats
+from tests.data import chats
+from tests.messages import assert_refused
 
-TALK = (
-    '{"messages": [{"role": "user", "content": "q [red]"}, '
-    '{"role": "assistant", "content": "one\\ntwo"}]}\n'
-)
+TALK = [{"role": "user", "content": "q [red]"}, {"role": "assistant", "content": "one\ntwo"}]
+
+CONFIG = """
+run: {directory: run, epochs: 1.5}
+model:
+  tokenizer: bytes
+  config: {model_type: llama, vocab_size: 257, hidden_size: 8, num_hidden_layers: 1,
+    num_attention_heads: 1, intermediate_size: 8}
+data:
+  train:
+    - {source: a.txt, format: text}
+    - {source: talk.jsonl, format: messages}
+  eval: [{source: b.txt, format: text}]
+  row_tokens: 64
+  chat_template: chat.jinja
+batch: {rows_per_step: 8}
+optimizer: {learning_rate: 0.1}
+"""
 
 
 @pytest.fixture(autouse=True)
 def _files(own_cache, tmp_path):
-    (tmp_path / "talk.jsonl").write_text(TALK * 3)
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    (tmp_path / "b.txt").write_text("y" * 100)
+    (tmp_path / "chat.jinja").write_text(chats.CHATML)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+
+
+def test_a_later_run_finds_the_tokens(monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
+        train.main(["c.yaml", "--prepare-data"])
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(tokenize, "encode_batch", lambda *_: pytest.fail("tokenizes again"))
+    inputs = build.build_training(config_file.load("c.yaml", []), devices=jax.devices()[:1])
+    num_tokens = int(inputs.train_set.documents.segments.length.sum())
+    assert re.search(rf"^data +2 documents .*\b{num_tokens:,} tokens", printed, re.MULTILINE)
+    assert re.search(rf"^steps +{len(inputs.schedule)} steps$", printed, re.MULTILINE)
+    assert re.search(r"^eval +b.txt \(1 document, 101 tokens", printed, re.MULTILINE)
+
+
+def test_problems_of_model_and_data_are_reported_together():
+    changes = ["data.train.0.source=not-here.txt", "model.config.hidden_size=null"]
+    with assert_refused("not-here.txt", "model.config.hidden_size"):
+        train.main(["c.yaml", "--prepare-data", *changes])
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (["data.row_tokens=1002", "mesh.seq=4"], ["data.row_tokens = 1002", "4"]),
+        (["mesh.data=3"], ["batch.rows_per_step = 8", "3"]),
+        (["mesh.replica=3", "batch.rows_per_microbatch=auto"], ["batch.rows_per_step = 8", "3"]),
+    ],
+)
+def test_rows_that_no_number_of_devices_divides_are_refused(changes, parts):
+    with assert_refused(*parts):
+        train.main(["c.yaml", "--prepare-data", *changes])
+
+
+def test_tokens_with_a_loss_are_in_brackets_without_colors(tmp_path):
     (tmp_path / "pair.jsonl").write_text('{"prompt": "2 + 2 =", "completion": " 4"}\n')
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}\n')
-    (tmp_path / "long.txt").write_text("x" * 5000)
-    (tmp_path / "chat.jinja").write_text(chats.CHATML)
-
-
-def asked(*sources, tokenizer="bytes", objective=None):
-    return config_file.parse(
-        {
-            "run": {"directory": "run", "steps": 1},
-            "model": {"config": {"model_type": "llama", "vocab_size": 257}, "tokenizer": tokenizer},
-            "data": {
-                "train": [{"source": name, "format": format} for name, format in sources],
-                "row_tokens": 64,
-                "chat_template": "chat.jinja" if "messages" in dict(sources).values() else None,
-            },
-            "batch": {"rows_per_step": 1},
-            "objective": objective or {},
-            "optimizer": {"learning_rate": 0.1},
-        }
-    )
-
-
-def shown(config, num_records=None, **options):
-    console = rich.console.Console(markup=False, **{"width": 200, **options})
+    formats = {"talk": "messages", "pair": "prompt_completion", "ids": "tokens"}
+    sources = [{"source": f"{x}.jsonl", "format": format} for x, format in formats.items()]
+    config = config_file.load("c.yaml", [f"data.train={json.dumps(sources)}"])
+    console = rich.console.Console(markup=False, width=200)
     with console.capture() as capture:
-        preview.print_preview(config, console, num_records=num_records)
-    return capture.get()
-
-
-def test_what_is_learned_is_in_brackets_where_there_are_no_colours():
-    lines = shown(
-        asked(
-            ("talk.jsonl", "messages"), ("pair.jsonl", "prompt_completion"), ("ids.jsonl", "tokens")
-        )
-    )
-    first, second, third = lines.strip().split("\n\ndata.")
+        preview.print_preview(config, console)
+    first, second, third = capture.get().strip().split("\n\ndata.")
     place, counts, *_ = first.splitlines()
     assert re.match(messages.containing("data.train.0.source = talk.jsonl", "line 1"), place)
     assert re.match(messages.containing("75 tokens", 18, "⟦"), counts)

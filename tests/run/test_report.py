@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp import report
-from jaxsp.run.report import page
+from jaxsp.run import report as page
 from tests.run import synthetic_runs
 from tests.run.synthetic_runs import CONFIG, write_run
 
@@ -62,12 +62,12 @@ def test_the_page_shows_the_numbers_of_the_files(tmp_path, monkeypatch):
     ]
     lines[9] |= {"loss": None, "mfu": "x"}
     evals = synthetic_runs.eval_lines([25, 50], names=("held out", "code"))
-    evals[-2] |= synthetic_runs.positions(3.0, 2.0)
+    evals[-2]["loss_by_position"] = {"0": 3.0, "128": 2.0}
     tasks = [synthetic_runs.task_line(50, "needle", 4096, exact_rate=0.25)]
     starts = [synthetic_runs.start_line(), synthetic_runs.start_line(20, previous_step=24)]
     starts[1]["memory"]["host"] = {"moments": 3 * 2**30}
-    nonfinite = [{"step": 10, "loss": "nan"}]
-    kinds = {"evals": evals, "tasks": tasks, "starts": starts, "nonfinite": nonfinite}
+    kinds = {"eval": evals, "tasks": tasks, "starts": starts}
+    kinds["nonfinite_steps"] = [{"step": 10, "loss": "nan"}]
     shown = make_page(tmp_path, write_run(tmp_path / "a", lines, **kinds).relative_to(tmp_path))
     titles = {field: title for field, (title, _) in page.CHARTS.items()}
     for field in ("learning_rate", "device_peak_gib"):
@@ -108,7 +108,7 @@ def test_names_from_users_stay_text_in_a_page_that_loads_nothing(tmp_path):
         # a name with every character that a folder may have
         tmp_path / HOSTILE.replace("/", ""),
         synthetic_runs.metrics_lines(3),
-        evals=synthetic_runs.eval_lines([3], names=(HOSTILE,)),
+        eval=synthetic_runs.eval_lines([3], names=(HOSTILE,)),
         starts=[synthetic_runs.start_line(device_kind=HOSTILE)],
         config=CONFIG | {"model": {"source": HOSTILE}, HOSTILE: HOSTILE},
     )
@@ -138,11 +138,3 @@ def test_the_command_writes_into_the_run_or_the_current_folder(tmp_path, monkeyp
         charts = shown.charts.get("Training loss", {"traces": []})
         assert len(charts["traces"]) == num_lines
     assert "-> a/empty.html (" in capsys.readouterr().out
-
-
-def test_charts_of_a_reward_model_have_scores(tmp_path):
-    lines = [line | {"chosen_logp": 1.0} for line in synthetic_runs.metrics_lines(3)]
-    objective = {"objective": {"type": "reward"}}
-    write_run(tmp_path / "reward", lines, config=CONFIG | objective)
-    shown = make_page(tmp_path, tmp_path / "reward")
-    assert "Score of chosen answers" in shown.charts

@@ -11,8 +11,7 @@ import transformers
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import model_config
+from jaxsp.data import tokenizers
 from jaxsp.run import build, config_file
 from jaxsp.run.given_model import GivenModel
 from tests import batches, commands
@@ -169,8 +168,6 @@ def test_models_that_do_not_fit_the_objective_are_refused(folder):
     )
     with pytest.raises(UserError, match=r"objective.type = dpo: .* is that of a reward model"):
         build.build_training(sft, devices=jax.devices()[:1])
-    with pytest.raises(UserError, match=r"transformers has no model for the scores of granite"):
-        model_config.make_reward_fields({"model_type": "granite"})
 
 
 def test_the_harness_needs_a_model_of_tokens_and_says_so_before_the_weights_are_read(
@@ -182,15 +179,3 @@ def test_the_harness_needs_a_model_of_tokens_and_says_so_before_the_weights_are_
     changes = ["objective.type=reward", "data.row_tokens=64"]
     with pytest.raises(UserError, match="a reward model scores texts"):
         evaluation.main([str(folder / "scores"), *changes, "--lm-eval", "tasks"])
-
-
-def test_an_export_has_no_padding_token_that_ends_documents():
-    fields = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
-    fields |= {**MODEL, "pad_token_id": 256}
-    token_ids = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
-    written = model_config.make_config_json(fields, dtype="float32", token_ids=token_ids)
-    assert written["pad_token_id"] is None
-    assert written["architectures"] == ["LlamaForSequenceClassification"]
-    fields["pad_token_id"] = 3
-    written = model_config.make_config_json(fields, dtype="float32", token_ids=token_ids)
-    assert written["pad_token_id"] == 3

@@ -9,25 +9,19 @@ import pytest
 import yaml
 
 from jaxsp.core.errors import UserError
-from jaxsp.run import config_file, run_directory
+from jaxsp.run import config_file, run_directory, trackers
 from jaxsp.run.run_directory import Trackers
-from jaxsp.run.trackers import mlflow_tracker, tracker
-from jaxsp.run.trackers.logging_config import TRACKERS, LoggingConfig
-from tests import batches, commands
+from jaxsp.run.trackers import TRACKERS, LoggingConfig
+from tests import batches, commands, small_runs
 
 
 def make_config(folder, *changes):
-    fields = {
-        "run": {"directory": str(folder), "steps": 3},
-        "model": {"config": {"model_type": "llama"}},
-        "data": {"train": [{"source": "a.txt", "format": "text"}], "row_tokens": 128},
-        "batch": {"rows_per_step": 8},
-        "optimizer": {"learning_rate": 1e-3},
-    }
+    fields = small_runs.make_fields(folder, run={"directory": str(folder)}, logging={})
+    fields["model"]["config"] = {"model_type": "llama"}
     return config_file.parse(fields, changes)
 
 
-class FakeClient(tracker.Client):
+class FakeClient(trackers.Client):
     """Keeps what it receives. `failing` is the name of a method that raises."""
 
     def __init__(self, run, failing=None):
@@ -96,7 +90,7 @@ def test_only_a_resumed_run_keeps_its_ids_and_an_exception_is_a_failed_run(tmp_p
     assert start(is_resume=False) == {}
     assert start(is_resume=True) == {"fake": "an id"}
     assert start(is_resume=False) == {}
-    (tmp_path / tracker.IDS_FILE).write_text("{")
+    (tmp_path / trackers.IDS_FILE).write_text("{")
     assert start(is_resume=True) == {}
     with pytest.raises(ZeroDivisionError), Trackers(config, from_step=0, is_resume=False):
         _ = 1 / 0
@@ -186,22 +180,17 @@ def test_an_mlflow_server_that_hangs_during_the_run_delays_no_step(tmp_path, cap
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_server_that_hangs_at_the_start_costs_one_line(
-    tmp_path, capfd, server, monkeypatch, name
-):
-    pytest.importorskip(name)
+def test_a_server_that_hangs_at_the_start_costs_one_line(tmp_path, capfd, server, monkeypatch):
+    pytest.importorskip("wandb")
     server.hanging = ("",)
-    if name == "wandb":
-        monkeypatch.setattr("jaxsp.run.trackers.wandb_tracker.INIT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(trackers, "WANDB_INIT_TIMEOUT_S", 2.0)
     began = time.monotonic()
-    with Trackers(
-        make_config(tmp_path, f"logging.trackers={name}"), from_step=0, is_resume=False
-    ) as running:
+    config = make_config(tmp_path, "logging.trackers=wandb")
+    with Trackers(config, from_step=0, is_resume=False) as running:
         running.log({"step": 1, "loss": 2.0})
     assert time.monotonic() - began < 40
     (failure,) = (line for line in capfd.readouterr().err.splitlines() if "OFF" in line)
-    assert failure.startswith(f"{name}: OFF")
+    assert failure.startswith("wandb: OFF")
 
 
 @pytest.fixture(scope="module")
@@ -212,15 +201,14 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trackers")
     commands.write_documents(folder / "a*.jsonl", [64] * 8)
     source = {"source": str(folder / "a*.jsonl"), "format": "tokens", "name": "a*"}
-    fields = {
-        "run": {"directory": str(folder / "run"), "steps": 2, "eval_every": 1},
-        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
+    sections = {
+        "run": {"steps": 2, "eval_every": 1},
+        "model": {"config": batches.SMALL_LLAMA},
         "mesh": {"virtual_cpu_devices": 1},
-        "data": {"train": [source], "eval": [source | {"name": "held out"}], "row_tokens": 64},
-        "batch": {"rows_per_step": 1},
-        "optimizer": {"learning_rate": 0.01},
+        "data": {"train": [source], "eval": [source | {"name": "held out"}]},
         "logging": {"trackers": ["tensorboard", "wandb", {"type": "mlflow", "project": "tests"}]},
     }
+    fields = small_runs.make_fields(folder, **sections)
     (folder / "config.yaml").write_text(yaml.safe_dump(fields))
     env = {"HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_API_KEY": ""}
     words = ("-m", "jaxsp.train", folder / "config.yaml")
@@ -260,7 +248,7 @@ def test_mlflow_has_every_number_of_both_processes_in_one_run(run):
     }
     expected = read_expected(directory)
     assert {step for _, step in expected} == {1, 2, 3}
-    assert numbers == {(mlflow_tracker.to_key(x), step): n for (x, step), n in expected.items()}
+    assert numbers == {(trackers.to_key(x), step): n for (x, step), n in expected.items()}
     assert (tracked.info.run_name, tracked.info.status) == ("run", "FINISHED")
     assert tracked.data.params["data.row_tokens"] == "64"
 

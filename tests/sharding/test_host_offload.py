@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.core import host_memory
 from jaxsp.planning import absent, fit
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.run import build, config_file, trainer
 from jaxsp.sharding import host_offload
+from jaxsp.system import device_memory
 from jaxsp.training import train_step
 from tests import batches, small_runs
+from tests.training import runs
 
 
 def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device():
@@ -34,10 +35,7 @@ def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device()
     assert len(jax.tree.leaves(run.out_info)) == 1
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < host_offload.MIN_RELEASE,
-    reason="on CPUs, arrays in host memory need jax 0.11.1",
-)
+@runs.NEEDS_HOST
 def test_all_devices_reserve_memory_at_the_same_time_and_give_it_back_to_their_pools(monkeypatch):
     """One after another, eight pools of 206 GiB would take ten minutes."""
     results = []
@@ -55,7 +53,7 @@ def test_all_devices_reserve_memory_at_the_same_time_and_give_it_back_to_their_p
     places = [array.sharding.device_set for array in results]
     assert len(places) == 2
     assert set().union(*places) == set(devices)
-    assert {array.sharding.memory_kind for array in results} == {host_memory.MEMORY_KIND}
+    assert {array.sharding.memory_kind for array in results} == {device_memory.MEMORY_KIND}
     assert {(array.shape, array.dtype) for array in results} == {((4, 2**20), jnp.dtype("uint8"))}
     assert all(array.is_deleted() for array in results)
 
@@ -64,14 +62,13 @@ class Loaded(Exception):
     """Raised instead of loading weights."""
 
 
-EMPTY = jax.jit(lambda: 0).lower().compile()
-
-
-@pytest.fixture
-def order(tmp_path, monkeypatch):
-    """Function that returns the events of a run until weights are loaded; nothing is compiled."""
-    records = [json.dumps({"input_ids": np.arange(length).tolist()}) for length in (64, 64)]
-    (tmp_path / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+@pytest.mark.parametrize(("is_gpu", "host_bytes"), [(True, 3 * 2**20), (True, 0), (False, 2**20)])
+def test_host_memory_is_reserved_between_compiling_and_loading_weights(
+    tmp_path, monkeypatch, is_gpu, host_bytes
+):
+    """Not without offload, and not on CPUs. Nothing is compiled."""
+    record = json.dumps({"input_ids": np.arange(64).tolist()})
+    (tmp_path / "data.jsonl").write_text(f"{record}\n{record}", encoding="utf-8")
     sections = {
         "run": {"save_every": None},
         "model": {"config": batches.SMALL_LLAMA},
@@ -79,37 +76,24 @@ def order(tmp_path, monkeypatch):
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
     }
     fields = small_runs.make_fields(tmp_path, "data.jsonl", **sections)
+    devices = jax.devices()[:2]
+    run = build.build_training(config_file.parse(fields), devices=devices)
+    empty = jax.jit(lambda: 0).lower().compile()
+    events = []
 
-    def train(*, is_gpu, host_bytes):
-        events = []
+    def load():
+        events.append("load")
+        raise Loaded
 
-        def load():
-            events.append("load")
-            raise Loaded
+    def reserve(devices, num_bytes):
+        events.append(("reserve", [*devices], num_bytes))
 
-        material = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
-        monkeypatch.setattr(fit, "is_gpu", lambda spec: is_gpu)
-        monkeypatch.setattr(train_step, "compile", lambda spec: events.append("compile") or EMPTY)
-        monkeypatch.setattr(fit, "read_memory_use", lambda *_, **__: MemoryUse(0, host_bytes))
-        monkeypatch.setattr(
-            host_offload,
-            "reserve_pool",
-            lambda devices, num_bytes: events.append((tuple(devices), num_bytes)),
-        )
-        weights = types.SimpleNamespace(make=load, reader=None)
-        run = dataclasses.replace(material, weights=weights)
-        with pytest.raises(Loaded):
-            trainer.train(run, rich.console.Console(quiet=True))
-        return events
-
-    return train
-
-
-def test_host_memory_is_reserved_between_compiling_and_loading_weights(order):
-    events = order(is_gpu=True, host_bytes=3 * 2**20)
-    assert events == ["compile", (tuple(jax.devices()[:2]), 3 * 2**20), "load"]
-
-
-@pytest.mark.parametrize(("is_gpu", "host_bytes"), [(True, 0), (False, 2**20)])
-def test_nothing_is_reserved_without_offload_and_on_cpus(order, is_gpu, host_bytes):
-    assert order(is_gpu=is_gpu, host_bytes=host_bytes) == ["compile", "load"]
+    monkeypatch.setattr(fit, "is_gpu", lambda spec: is_gpu)
+    monkeypatch.setattr(train_step, "compile", lambda spec: events.append("compile") or empty)
+    monkeypatch.setattr(fit, "read_memory_use", lambda *_, **__: MemoryUse(0, host_bytes))
+    monkeypatch.setattr(host_offload, "reserve_pool", reserve)
+    weights = types.SimpleNamespace(make=load, reader=None)
+    with pytest.raises(Loaded):
+        trainer.train(dataclasses.replace(run, weights=weights), rich.console.Console(quiet=True))
+    reserved = [("reserve", devices, host_bytes)] if is_gpu and host_bytes else []
+    assert events == ["compile", *reserved, "load"]

@@ -1,29 +1,30 @@
 """Processes of a job: how they join, print and end."""
 
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from jaxsp.system import distributed
 from jaxsp.system.cluster import Process
-from tests import two_processes
+from tests import commands, two_processes
 
 JOIN = """
 import os, time
 from jaxsp.system import cluster, distributed
+print("before", flush=True)
 distributed.initialize(cluster.detect_process(os.environ), timeout_s=60)
+os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks")
 print("joined", flush=True)
 time.sleep(100)
 """
 
 
 def test_sigterm_ends_one_of_several_processes():
+    """Output of Gloo, to file descriptor 1, is discarded."""
     processes = two_processes.start("-c", JOIN)
     try:
-        assert [process.stdout.readline() for process in processes] == ["joined\n"] * 2
+        for process in processes:
+            assert [process.stdout.readline() for _ in range(2)] == ["before\n", "joined\n"]
         processes[1].terminate()
         assert processes[1].wait(10) == -signal.SIGTERM
     finally:
@@ -60,12 +61,10 @@ def test_all_events_are_read_from_process_0_at_once(monkeypatch):
     assert store.num_reads == 1
 
 
-@pytest.mark.parametrize("num_processes", [2, 8, 100, 1024, 10_000])
-def test_process_0_answers_a_limited_number_of_reads(monkeypatch, num_processes):
+@pytest.mark.parametrize(("num_processes", "seconds"), [(2, 0.5), (100, 0.5), (1000, 5.0)])
+def test_process_0_answers_a_limited_number_of_reads(monkeypatch, num_processes, seconds):
     monkeypatch.setattr(distributed, "this_process", Process(num_processes=num_processes))
-    reads_per_s = num_processes / distributed.poll_interval_s()
-    assert reads_per_s <= distributed.MAX_POLLS_PER_S
-    assert distributed.poll_interval_s() == 0.5 or reads_per_s == distributed.MAX_POLLS_PER_S
+    assert distributed.poll_interval_s() == seconds
 
 
 def test_lines_of_other_processes_begin_with_their_number(monkeypatch, capfd):
@@ -74,38 +73,8 @@ def test_lines_of_other_processes_begin_with_their_number(monkeypatch, capfd):
     assert capfd.readouterr().err == "process 3: stops \\x1b[31m\nprocess 3: \nprocess 3: now\n"
 
 
-def test_functions_that_conda_s_python_lacks_are_not_needed(monkeypatch, capfd):
-    monkeypatch.delattr(os, "memfd_create")
-    distributed.log_stacks("hangs")
-    assert "test_functions_that_conda_s_python_lacks" in capfd.readouterr().err
-
-
-def run_program(program):
-    """Runs Python, and captures its output."""
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, check=True)
-
-
 def test_output_that_cannot_be_written_does_not_end_a_process():
     """For example to a terminal that is gone, or to a log on a full disk."""
-    result = run_program("""
-import os
-from jaxsp.system import distributed
-os.close(2)
-os.open("/dev/full", os.O_WRONLY)
-distributed.log("a")
-print("continued")
-""")
-    assert result.stdout == "continued\n"
-
-
-def test_output_of_gloo_is_discarded_and_that_of_jaxsp_is_printed():
-    result = run_program("""
-import os
-from jaxsp.system import distributed
-print("before")
-distributed._discard_gloo_output()
-os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks")
-print("after")
-""")
-    assert result.stdout.splitlines() == ["before", "after"]
+    program = "import os; from jaxsp.system import distributed; os.close(2); "
+    program += "os.open('/dev/full', os.O_WRONLY); distributed.log('a'); print('continued')"
+    assert commands.run_python("-c", program).stdout == "continued\n"

@@ -1,6 +1,5 @@
 """Lock of a run directory: one writer at a time, which is named, and a dead one does not block."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -8,8 +7,6 @@ import os
 import platform
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,7 +14,8 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.system import run_lock
-from tests import messages
+from tests import commands, messages
+from tests.messages import assert_refused
 
 LOCK = """
 import pathlib, sys, time
@@ -28,62 +26,40 @@ with run_lock.lock(pathlib.Path(sys.argv[1]), config_path="configs/a.yaml"):
 """
 
 
-@contextlib.contextmanager
-def locked_by_another(folder, **environment):
-    """Context in which another process holds the lock of a folder."""
-    command = [sys.executable, "-c", LOCK, str(folder)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    ) as process:
-        try:
-            assert process.stdout.readline() == "locked\n"
-            yield process
-        finally:
-            process.kill()
-
-
-def write_holder(folder, **fields):
-    """Writes the file that a process leaves when it is killed."""
-    holder = {
-        "host": platform.node(),
-        "pid": 123,
-        "began": "2026-03-01T13:05:00+01:00",
-        "job": None,
-        "config": None,
-    }
-    (folder / run_lock.HOLDER_FILE).write_text(json.dumps(holder | fields))
+def read_holder(folder):
+    return json.loads((folder / run_lock.HOLDER_FILE).read_text())
 
 
 def test_a_living_holder_is_named_and_a_dead_one_is_replaced(tmp_path, capsys):
     (tmp_path / "config.yaml").touch()
-    with locked_by_another(tmp_path, SLURM_JOB_ID="77", HF_TOKEN="canary") as process:
-        holder = json.loads((tmp_path / run_lock.HOLDER_FILE).read_text())
+    environment = {"SLURM_JOB_ID": "77", "HF_TOKEN": "canary"}
+    with commands.start_python("-c", LOCK, tmp_path, env=environment) as process:
+        assert process.stdout.readline() == "locked\n"
+        holder = read_holder(tmp_path)
         assert set(holder) == {"host", "pid", "began", "job", "config"}
         assert "canary" not in str(holder)
         named = (process.pid, platform.node(), holder["began"][:10], 77, "configs/a.yaml")
-        start = f"run.directory = {tmp_path}"
-        with pytest.raises(UserError, match=messages.containing(start, *named)):
+        with pytest.raises(
+            UserError, match=messages.containing(f"run.directory = {tmp_path}", *named)
+        ):
             run_lock.lock(tmp_path).__enter__()
-        assert json.loads((tmp_path / run_lock.HOLDER_FILE).read_text()) == holder
+        assert read_holder(tmp_path) == holder
         process.send_signal(signal.SIGKILL)
-        process.wait()
     with run_lock.lock(tmp_path):
-        assert json.loads((tmp_path / run_lock.HOLDER_FILE).read_text())["pid"] == os.getpid()
+        assert read_holder(tmp_path)["pid"] == os.getpid()
         assert re.search(messages.containing(process.pid, platform.node()), capsys.readouterr().out)
     assert not (tmp_path / run_lock.HOLDER_FILE).exists()
     with run_lock.lock(tmp_path):
         assert capsys.readouterr().out == "", "the previous run has removed its file"
 
 
-def test_a_holder_without_a_readable_description_still_holds_the_lock(tmp_path):
+@pytest.mark.parametrize("text", ["", '{"host": "a', "[]"])
+def test_a_holder_without_a_readable_description_still_holds_the_lock(tmp_path, text):
     with (tmp_path / run_lock.LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for text in ("", '{"host": "a', "[]"):
-            (tmp_path / run_lock.HOLDER_FILE).write_text(text)
-            parts = messages.containing(f"run.directory = {tmp_path}", "process")
-            with pytest.raises(UserError, match=parts) as error:
-                run_lock.lock(tmp_path).__enter__()
-            assert "None" not in str(error.value)
+        (tmp_path / run_lock.HOLDER_FILE).write_text(text)
+        with assert_refused("another process", start=f"run.directory = {tmp_path}"):
+            run_lock.lock(tmp_path).__enter__()
 
 
 def test_a_holder_on_another_node_is_alive_while_its_heartbeat_changes(
@@ -91,13 +67,15 @@ def test_a_holder_on_another_node_is_alive_while_its_heartbeat_changes(
 ):
     """For example on a file system that locks within a node only."""
     monkeypatch.setattr(run_lock, "HEARTBEAT_TIMEOUT_S", 0.5)
-    write_holder(tmp_path, host="node-7")
+    holder = {"host": "node-7", "pid": 123, "began": "2026-03-01T13:05:00+01:00"}
+    (tmp_path / run_lock.HOLDER_FILE).write_text(json.dumps(holder))
     named = (123, "node-7", "2026-03-01 13:05:00")
-    (tmp_path / run_lock.HEARTBEAT_FILE).write_text('{"step": 4}')
+    heartbeat = tmp_path / run_lock.HEARTBEAT_FILE
+    heartbeat.write_text('{"step": 4}')
 
     def write_heartbeat():
         time.sleep(0.1)
-        (tmp_path / run_lock.HEARTBEAT_FILE).write_text('{"step": 5}')
+        heartbeat.write_text('{"step": 5}')
 
     writer = threading.Thread(target=write_heartbeat)
     writer.start()
@@ -116,8 +94,7 @@ def test_a_file_system_without_locks_is_refused_with_a_suggestion(tmp_path, monk
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    parts = messages.containing(f"run.directory = {tmp_path}/run", "No locks available", "-o flock")
-    with pytest.raises(UserError, match=parts):
+    with assert_refused("No locks available", "-o flock", start=f"run.directory = {tmp_path}/run"):
         run_lock.lock(tmp_path / "run").__enter__()
 
 
@@ -142,7 +119,5 @@ def test_every_process_refuses_a_path_that_cannot_be_a_folder(tmp_path, monkeypa
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     monkeypatch.setattr("jax.process_index", lambda: index)
-    with pytest.raises(UserError) as error:
+    with assert_refused(start=f"run.directory = {tmp_path / name}: "):
         run_lock.lock(tmp_path / name).__enter__()
-    (problem,) = error.value.problems
-    assert problem.startswith(f"run.directory = {tmp_path / name}: ")

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.optimizers import adamw8bit, optimizer
@@ -54,8 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Other than default values by optimizer."""
 
-MESHES = ((1, 1, 1), (1, 8, 1), (1, 2, 4), (2, 1, 3), (2, 2, 2))
-
 
 def make_config(name: str, **changes: Any) -> Config:
     options = {"learning_rate": 1e-2, "schedule": "linear", "weight_decay": 0.1}
@@ -80,40 +77,14 @@ def draw_gradients() -> list[Any]:
 
 
 def run_on_mesh(config: Config, sizes: tuple[int, int, int], *, offload: bool = False):
-    """Weights and optimizer state, as stored, after NUM_STEPS updates; and their shardings."""
+    """Weights and optimizer state, as stored, after NUM_STEPS updates."""
     mesh = batches.mesh(*sizes)
-    state = init_state(config, sizes, offload=offload)
-    is_on_host = host_offload.should_offload if offload else lambda param: False
-    master = runs.put_weights(TABLE, draw(1), mesh, is_on_host=is_on_host)
-    update = compile_update(config, mesh, master, state)
-    for step, gradients in enumerate(draw_gradients()):
-        stored = runs.put_weights(TABLE, gradients, mesh)
-        master, state = update(stored, state, master, jnp.int32(step))
-    return master, state
-
-
-def init_state(config: Config, sizes: tuple[int, int, int], *, offload: bool = False) -> Any:
-    """Initial optimizer state on a mesh."""
-    mesh = batches.mesh(*sizes)
-    return jax.tree.map(
+    state = jax.tree.map(
         lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding),
         describe_state(config, mesh, offload=offload),
     )
-
-
-def describe_state(config: Config, mesh: jax.sharding.Mesh, *, offload: bool = False) -> Any:
-    """Shapes and shardings of the optimizer state."""
-
-    def describe(param):
-        is_on_host = offload and host_offload.should_offload(param)
-        place = functools.partial(optimizer.describe_array, param, mesh=mesh, is_on_host=is_on_host)
-        return jax.tree.map(place, optimizer.describe_state(config.optimizer, param))
-
-    return jax.tree.map(describe, TABLE)
-
-
-def compile_update(config: Config, mesh: jax.sharding.Mesh, master: Any, state: Any) -> Any:
-    """Compiled update: (gradients, state, master, step) -> (master, state)."""
+    is_on_host = host_offload.should_offload if offload else lambda param: False
+    master = runs.put_weights(TABLE, draw(1), mesh, is_on_host=is_on_host)
     schedule = config.optimizer.make_rate(NUM_STEPS)
 
     def update(gradients, state, master, step):
@@ -130,15 +101,22 @@ def compile_update(config: Config, mesh: jax.sharding.Mesh, master: Any, state: 
             accept=jnp.bool_(True),
         )
 
-    shardings = jax.tree.map(lambda x: x.sharding, (master, state))
-    gradients = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device")
-        ),
-        master,
-    )
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return jax.jit(update, out_shardings=shardings).lower(gradients, state, master, step).compile()
+    jitted = jax.jit(update, out_shardings=jax.tree.map(lambda x: x.sharding, (master, state)))
+    for step, gradients in enumerate(draw_gradients()):
+        stored = runs.put_weights(TABLE, gradients, mesh)
+        master, state = jitted(stored, state, master, jnp.int32(step))
+    return master, state
+
+
+def describe_state(config: Config, mesh: jax.sharding.Mesh, *, offload: bool = False) -> Any:
+    """Shapes and shardings of the optimizer state."""
+
+    def describe(param):
+        is_on_host = offload and host_offload.should_offload(param)
+        place = functools.partial(optimizer.describe_array, param, mesh=mesh, is_on_host=is_on_host)
+        return jax.tree.map(place, optimizer.describe_state(config.optimizer, param))
+
+    return jax.tree.map(describe, TABLE)
 
 
 def unpad(master: Any) -> dict[str, np.ndarray]:

@@ -9,18 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxsp.attention.attend import Attend, make_attend
-from jaxsp.attention.strategies.strategy import Strategy
+from jaxsp.attention.strategy import Strategy
 from jaxsp.blocks.config import ExpertsConfig, ModelConfig
 from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
+from jaxsp.planning import candidates
 from jaxsp.run.config_file import Config
-from jaxsp.sharding import quantization, sharding
+from jaxsp.sharding import host_offload, quantization, sharding
 from jaxsp.system import device_mesh
-from jaxsp.training import step_gradients, train_state, train_step, trainable
+from jaxsp.training import step_gradients, train_state, train_step
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances, unsharded
@@ -30,6 +32,17 @@ MODEL = batches.model()
 ROWS = batches.make_ragged_rows(num_rows=16, num_tokens=64, vocab_size=MODEL.vocab_size, seed=1)
 SGD = batches.make_config()
 NUM_STEPS = 5
+
+NEEDS_HOST = pytest.mark.skipif(
+    jax.__version_info__ < host_offload.MIN_RELEASE,
+    reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
+)
+
+
+def works_here(memory: dict[str, Any]) -> bool:
+    """True if CPUs can run these memory options with the installed JAX."""
+    step = batches.make_config(memory=memory).step
+    return not candidates.find_problems(step, platform="cpu")
 
 
 def make_spec(
@@ -223,7 +236,7 @@ def check_gradients(
     gradients, actual = run.gradients(run.state(weights).master, run.rows(arrays))
     (loss, num_correct), expected = compile_reference(run.spec.model)(weights, arrays)
     actual_leaves = run.unpad(gradients)
-    expected_leaves = batches.name_leaves(trainable.select_trained(run.spec.table, expected))
+    expected_leaves = batches.name_leaves(train_state.select_trained(run.spec.table, expected))
     assert actual_leaves.keys() == expected_leaves.keys()
     differences = {
         name: batches.relative_error(actual_leaves[name], expected_leaves[name])

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from jaxsp.core import exit_codes
+from jaxsp.core.errors import ExitCode
 from tests import commands
 
 PROGRAM = """
@@ -52,5 +52,5 @@ def test_independent_collectives_do_not_wait_for_each_other(tmp_path):
     done = commands.run_python(
         "-c", PROGRAM, tmp_path / "config.yaml", env={"XLA_FLAGS": ""}, timeout=500
     )
-    assert done.returncode == exit_codes.OK, done.stderr
+    assert done.returncode == ExitCode.OK, done.stderr
     assert len(commands.read_lines(tmp_path / "run/metrics.jsonl")) == 40

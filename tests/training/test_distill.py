@@ -17,8 +17,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.distill import Distill
-from jaxsp.objectives.token_objective import TileTokens
-from jaxsp.training import specs, step_gradients, trainable
+from jaxsp.objectives.objective import TileTokens
+from jaxsp.training import specs, step_gradients
 from tests import batches, tolerances
 from tests.hf import oracle
 from tests.training import runs
@@ -37,15 +37,6 @@ SEGMENTS = [
 """Start and length of each document, with padding between some of them."""
 VOCABULARY = 131
 ROWS = batches.make_rows(SEGMENTS, num_tokens=ROW_TOKENS, vocab_size=VOCABULARY - 5, seed=3)
-
-
-class Right(NamedTuple):
-    """Results of torch."""
-
-    loss: float
-    num_loss_tokens: int
-    gradients: dict[str, Any]
-    """By Hugging Face name."""
 
 
 class Case(NamedTuple):
@@ -98,7 +89,7 @@ def make_spec(case: Case, student: Any, teacher: Any, **changes: Any) -> specs.S
     return specs.make_spec(config, model, devices=jax.devices()[: int(np.prod(case.sizes))])
 
 
-def distill_in_torch(student: Any, teacher: Any, objective: Distill) -> Right:
+def distill_in_torch(student: Any, teacher: Any, objective: Distill) -> tuple[float, int, Any]:
     """Mean loss, number of loss tokens, and gradients of the student, in float64; each document in
     a row of its own."""
     gkd = pytest.importorskip("trl.experimental.gkd")
@@ -129,7 +120,7 @@ def distill_in_torch(student: Any, teacher: Any, objective: Distill) -> Right:
             num_tokens += length - 1
     mean = total / num_tokens
     mean.backward()
-    return Right(mean.item(), num_tokens, {n: x.grad for n, x in student.named_parameters()})
+    return mean.item(), num_tokens, {n: x.grad for n, x in student.named_parameters()}
 
 
 IN_DEFAULT_TIER = "1x8, too many devices for the heads, a larger vocabulary"
@@ -146,7 +137,7 @@ def test_loss_gradients_and_counts_are_those_of_torch_and_trl(name, small_shards
     models = [oracle.torch_model(each) for each in (fields, teacher_fields)]
     spec = make_spec(case, *map(model_config.parse_model_config, (fields, teacher_fields)))
     with oracle.float64():
-        right = distill_in_torch(*map(oracle.widen, models), spec.objective)
+        loss, num_loss_tokens, right = distill_in_torch(*map(oracle.widen, models), spec.objective)
     weights = oracle.stacked(oracle.named_weights(models[0]), spec.table)
     teacher = oracle.stacked(oracle.named_weights(models[1]), spec.teacher.table)
     master = runs.put_weights(spec.state_table, weights | {"teacher": teacher}, spec.mesh)
@@ -157,11 +148,11 @@ def test_loss_gradients_and_counts_are_those_of_torch_and_trl(name, small_shards
         None,
     )
     gradients, actual = run.gradients(master, run.rows(ROWS))
-    assert batches.relative_error(actual["loss"], right.loss) < tolerances.TILES
-    assert int(actual["num_loss_tokens"]) == right.num_loss_tokens
+    assert batches.relative_error(actual["loss"], loss) < tolerances.TILES
+    assert int(actual["num_loss_tokens"]) == num_loss_tokens
     assert jax.tree.leaves(gradients["teacher"]) == []
     own = run.unpad(spec.select_own(gradients))
-    expected = batches.name_leaves(oracle.stacked(right.gradients, spec.table))
+    expected = batches.name_leaves(oracle.stacked(right, spec.table))
     differences = {key: batches.relative_error(own[key], expected[key]) for key in expected}
     assert max(differences.values()) < tolerances.MESH, differences
 
@@ -182,7 +173,7 @@ def test_a_model_with_an_adapter_learns_from_its_base_without_a_copy(small_shard
             adapter=AdapterConfig(type="lora"),
         )
         weights = runs.draw_weights(student)
-        base = trainable.select(spec.table, weights, lambda param: not param.is_adapter)
+        base = specs.select(spec.table, weights, lambda param: not param.is_adapter)
         copy = {"teacher": base} if teacher else {}
         master = runs.put_weights(spec.state_table, weights | copy, spec.mesh)
         compute = jax.jit(functools.partial(step_gradients.compute_gradients, spec))
@@ -203,43 +194,40 @@ def test_a_model_with_an_adapter_learns_from_its_base_without_a_copy(small_shard
 
 
 @pytest.mark.parametrize(
-    ("objective", "adapter", "problem"),
+    ("case", "adapter", "problem"),
     [
-        ({}, {}, "adapter.type is none"),
-        ({}, {"type": "lora", "modules_to_save": ("lm_head",)}, "adapter.modules_to_save"),
+        (Case((1, 1, 1), {"teacher": None}), {}, "adapter.type is none"),
+        (
+            Case((1, 1, 1), {"teacher": None}),
+            {"type": "lora", "modules_to_save": ("lm_head",)},
+            "adapter.modules_to_save",
+        ),
+        # Ulysses of the student keeps the order of tokens, and a ring of its teacher does not
+        (
+            Case((1, 1, 4), {}, attention={"strategy": "ulysses"}),
+            {},
+            r"objective\.teacher = teacher: .*mesh\.seq = 4",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_its_own_teacher_is_refused(objective, adapter, problem):
-    case = Case((1, 1, 1), {"teacher": None})
+def test_an_impossible_teacher_is_refused(case, adapter, problem):
+    teacher = batches.model(num_heads=3, num_kv_heads=3) if case.attention else None
     with pytest.raises(UserError, match=problem):
-        make_spec(case, runs.MODEL, None, adapter=AdapterConfig(**adapter))
+        make_spec(case, runs.MODEL, teacher, adapter=AdapterConfig(**adapter))
 
 
-def test_a_strategy_with_two_orders_of_tokens_is_refused():
-    """Ulysses of the student keeps the order of tokens, and a ring of its teacher does not."""
-    teacher = batches.model(num_heads=3, num_kv_heads=3)
-    case = Case((1, 1, 4), {}, attention={"strategy": "ulysses"})
-    with pytest.raises(UserError, match=r"objective\.teacher = teacher: .*mesh\.seq = 4"):
-        make_spec(case, runs.MODEL, teacher)
-
-
-def test_probabilities_of_0_give_finite_losses_and_gradients():
-    logits_XV = jnp.array([[0.0, -1e9, 300.0], [0.0, 1.0, -300.0]])
-    teacher_XV = jnp.array([[0.0, -1e9, -300.0], [0.0, 1.0, 300.0]])
-    for divergence in ("forward_kl", "reverse_kl", "jsd"):
-        objective = Distill(teacher="x", divergence=divergence)
-
-        def total(logits_XV, objective=objective):
-            tokens = TileTokens(
-                logits_XV=logits_XV,
-                labels_X=jnp.zeros(2, jnp.int32),
-                teacher_logits_XV=teacher_XV,
-            )
-            return objective.losses(tokens)[0].sum()
-
-        value, gradient = jax.value_and_grad(total)(logits_XV)
-        assert np.isfinite(value), divergence
-        assert np.isfinite(gradient).all(), divergence
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_probabilities_of_0_give_finite_losses_and_gradients(divergence):
+    tokens = TileTokens(
+        logits_XV=jnp.array([[0.0, -1e9, 300.0], [0.0, 1.0, -300.0]]),
+        labels_X=jnp.zeros(2, jnp.int32),
+        teacher_logits_XV=jnp.array([[0.0, -1e9, -300.0], [0.0, 1.0, 300.0]]),
+    )
+    objective = Distill(teacher="x", divergence=divergence)
+    compute = lambda x: objective.losses(dataclasses.replace(tokens, logits_XV=x))[0].sum()
+    value, gradient = jax.value_and_grad(compute)(tokens.logits_XV)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
 
 
 STORED = {"predictions": "predictions", "top_k": 29}
@@ -270,9 +258,7 @@ def test_stored_predictions_have_the_classes_of_a_smaller_vocabulary(divergence)
     assert batches.relative_error(made[:, 29:].view(jnp.float32), bits_XV.view(jnp.float32)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("heads", "teacher_heads", "seq"), [(4, 6, 8), (8, 6, 8), (4, 3, 4), (32, 28, 8), (8, 8, 8)]
-)
+@pytest.mark.parametrize(("heads", "teacher_heads", "seq"), [(4, 6, 8), (4, 3, 4), (8, 8, 8)])
 def test_auto_finds_a_strategy_for_both_models(heads, teacher_heads, seq):
     student = batches.model(num_heads=heads, num_kv_heads=heads)
     teacher = batches.model(num_heads=teacher_heads, num_kv_heads=teacher_heads)

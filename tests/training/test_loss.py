@@ -12,7 +12,6 @@ from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.training import loss
 from tests import batches, messages, tolerances, unsharded
-from tests.training import runs
 
 V = 37
 D = 12
@@ -59,7 +58,7 @@ def in_one_piece(hidden, head, labels):
     return jax.value_and_grad(total, argnums=(0, 1))(hidden, head)
 
 
-@pytest.mark.parametrize("tile", [1, 7, 20, 50, 100, 1000])
+@pytest.mark.parametrize("tile", [7, 20, 1000])
 def test_any_tile_gives_the_same_loss_and_gradients(tile):
     hidden, head, labels = inputs()
     actual, gradients = tiled(hidden, head, labels, tile)
@@ -113,25 +112,8 @@ def test_the_heads_gradient_is_summed_over_tiles_in_float32():
     assert batches.relative_error(gradient, right) < tolerances.BF16 / 2
 
 
-@pytest.mark.parametrize("tile", [7, 100])
-def test_a_custom_loss_has_its_own_value_and_gradients(tile):
-    hidden, head, labels = inputs()
-    has_label = labels != NO_LABEL
-
-    def total(hidden, head):
-        logits = jnp.einsum("BLD,VD->BLV", hidden, head).reshape(-1, V)
-        losses = runs.label_smoothing_loss(logits, jnp.where(has_label, labels, 0).reshape(-1))
-        return (losses * has_label.reshape(-1).astype(jnp.float32)).sum()
-
-    actual, gradients = tiled(hidden, head, labels, tile, "float32", runs.label_smoothing_loss)
-    right, right_gradients = jax.value_and_grad(total, argnums=(0, 1))(hidden, head)
-    assert batches.relative_error(actual["loss_sum"], right) < tolerances.TILES
-    assert int(actual["num_correct"]) == int(tiled(hidden, head, labels, tile)[0]["num_correct"])
-    for mine, theirs in zip(gradients, right_gradients, strict=True):
-        assert batches.relative_error(mine, theirs) < tolerances.TILES
-
-
 def test_a_token_without_a_label_adds_nothing_even_if_its_custom_loss_is_infinite():
+    """`test_own_loss.py` has custom losses on meshes."""
     hidden, head, labels = inputs()
     unlabelled = jnp.full_like(labels, NO_LABEL)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)

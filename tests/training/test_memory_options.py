@@ -1,194 +1,36 @@
-"""Memory options change memory only: loss, gradients, weights and counts stay the same."""
+"""Activations that memory options keep and offload, and the choice of what fits.
+
+`test_exactness.py` shows that the options change no numbers.
+"""
 
 import dataclasses
 import functools
 import re
 
 import jax
-import numpy as np
 import pytest
 
 from jaxsp.attention.kernels.kernel import KernelSettings
+from jaxsp.attention.strategy import combine
 from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader, run_paths
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.core import host_memory, units
+from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder
-from jaxsp.planning import candidates, estimate, fit
+from jaxsp.planning import estimate, fit
 from jaxsp.planning.fit import MemoryUse
-from jaxsp.sharding import host_offload, sharding
+from jaxsp.sharding import sharding
 from jaxsp.system import device_memory
 from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training import step_gradients, train_state, train_step
+from jaxsp.training.specs import make_spec
 from tests import batches, messages, tolerances
-from tests.attention.strategies import make_strategy
 from tests.training import runs
-from tests.training.mixed import MIXED
-
-TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7}
-"""Neither divides a device's 16 tokens, or 8."""
-
-STACK = {"remat": "full", "offload_activations": "layer_inputs"}
-"""Options with which the layers may have their own backward pass (model/layer_stack.py)."""
-
-NEEDS_HOST = pytest.mark.skipif(
-    jax.__version_info__ < host_offload.MIN_RELEASE,
-    reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
-)
-
-CASES = {
-    "nothing computed again": ((1, 2, 4), {"remat": "none"}),
-    "attention kept, in two layers the MLP too": (
-        (1, 2, 4),
-        {"remat": "save_attention_and_mlp", "kept_mlp_layers": 2},
-    ),
-    "attention and MLP kept, inputs offloaded": (
-        (2, 2, 2),
-        {"remat": "save_attention_and_mlp", "offload_activations": "layer_inputs_and_attention"},
-    ),
-    "all computed again": ((1, 2, 4), {"remat": "full"}),
-    "tiles": ((1, 1, 8), TILES),
-    "tiles, nothing else computed again": ((1, 2, 4), TILES | {"remat": "none"}),
-    "layer_inputs": ((1, 2, 4), {"offload_activations": "layer_inputs"}),
-    "five layers, every second input": ((1, 2, 4), STACK | {"offload_every": 2}),
-    "five layers, inputs offloaded during attention": (
-        (2, 2, 2),
-        STACK
-        | TILES
-        | {
-            "offload_every": 3,
-            "offload_during_attention": "always",
-            "offload_optimizer": "state_and_gradients",
-        },
-    ),
-    "residual and attention": ((2, 2, 2), {"offload_activations": "layer_inputs_and_attention"}),
-    "state": ((2, 2, 2), {"offload_optimizer": "state"}),
-    "state and gradients": ((2, 2, 2), {"offload_optimizer": "state_and_gradients"}),
-    "all": (
-        (1, 2, 4),
-        TILES
-        | {
-            "offload_activations": "layer_inputs_and_attention",
-            "offload_optimizer": "state_and_gradients",
-        },
-    ),
-    "tied, rows side by side": ((2, 4, 1), TILES | {"offload_optimizer": "state_and_gradients"}),
-    "all on one device": (
-        (1, 1, 1),
-        TILES
-        | {"offload_activations": "layer_inputs", "offload_optimizer": "state", "remat": "full"},
-    ),
-    "experts, tiles": ((1, 2, 4), TILES),
-    "experts, products kept": ((2, 2, 2), {"remat": "none"}),
-    "experts, attention and MLP kept": ((1, 1, 8), {"remat": "save_attention_and_mlp"}),
-    "experts, all": (
-        (1, 2, 4),
-        STACK
-        | TILES
-        | {"offload_during_attention": "always", "offload_optimizer": "state_and_gradients"},
-    ),
-}
-
-
-QUICK = ("all", "five layers, inputs offloaded during attention", "experts, tiles")
-"""The first has the parts of the others, except for the last two."""
-
-
-def model_of(name):
-    if name.startswith("experts"):
-        return batches.expert_model()
-    num_layers = 5 if name.startswith(("five layers", "attention kept")) else runs.MODEL.num_layers
-    return batches.model(tie_embeddings=name.startswith("tied"), num_layers=num_layers)
-
-
-def works_here(memory):
-    return not candidates.find_problems(batches.make_config(memory=memory).step, platform="cpu")
-
-
-each_case = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.e2e if name in QUICK else pytest.mark.slow]
-            + ([] if works_here(memory) else [NEEDS_HOST]),
-        )
-        for name, (_, memory) in CASES.items()
-    ],
-)
-
 
 pytestmark = pytest.mark.usefixtures("small_waits")
-
-
-@pytest.fixture(scope="module")
-def run_of(small_waits):
-    @functools.cache
-    def run(name):
-        sizes, memory = CASES[name]
-        config = batches.make_config(memory=memory, max_grad_norm=None)
-        rows_per_microbatch = 1 + name.startswith("tied")
-        return runs.compile_in_thread(
-            sizes, config=config, model=model_of(name), rows_per_microbatch=rows_per_microbatch
-        ).result()
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def weights():
-    return runs.draw_weights(runs.MODEL)
-
-
-@each_case
-def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_of, name, record_property):
-    runs.check_gradients(
-        run_of(name), runs.draw_weights(model_of(name)), runs.ROWS, record_property
-    )
-
-
-@each_case
-def test_a_step_subtracts_the_gradient(run_of, name):
-    """SGD with learning rate 1."""
-    run = run_of(name)
-    weights = runs.draw_weights(model_of(name))
-    _, gradients = runs.compile_reference(model_of(name))(weights, runs.ROWS)
-    state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
-    right = batches.name_leaves(jax.tree.map(lambda w, g: w - g, weights, gradients))
-    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
-    assert batches.relative_error(metrics["grad_norm"], norm) < tolerances.MESH
-    actual = run.unpad(state.master)
-    assert (
-        max(batches.relative_error(actual[name], right[name]) for name in right) < tolerances.MESH
-    )
-    kinds = {
-        leaf.sharding.memory_kind
-        for leaf in jax.tree.leaves(state.master)
-        if leaf.size > 100 * model_of(name).num_layers
-    }
-    assert kinds == {host_memory.MEMORY_KIND if run.spec.has_offloaded_state else "device"}
-
-
-@pytest.mark.e2e
-@NEEDS_HOST
-@pytest.mark.parametrize("degree", [1, 4])
-def test_layers_of_several_kinds_in_groups_have_the_same_gradients(degree, record_property):
-    """Four layers, of which the inputs of the first and the last are kept."""
-    memory = STACK | {"offload_every": 3, "offload_during_attention": "always"}
-    rows = batches.make_rows([[(0, 20), (20, 44)]] * 4, num_tokens=64, vocab_size=64, seed=3)
-    run = runs.compile_in_thread(
-        (1, 2, 4),
-        rows_per_microbatch=1,
-        config=batches.make_config(memory=memory),
-        model=MIXED,
-        functions=("gradients",),
-        arrays=rows,
-        strategy=make_strategy(seq=4, ulysses_degree=degree),
-    ).result()
-    runs.check_gradients(run, runs.draw_weights(MIXED), rows, record_property)
 
 
 ADAMW = functools.partial(
@@ -197,9 +39,10 @@ ADAMW = functools.partial(
 
 
 @pytest.mark.e2e
-@NEEDS_HOST
-def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weights, tmp_path):
+@runs.NEEDS_HOST
+def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(tmp_path):
     """Two steps with the state on the host, a checkpoint, and one without equal three without."""
+    weights = runs.draw_weights(runs.MODEL)
     plain = runs.compile_in_thread((1, 2, 4), config=ADAMW(), functions=("step",))
     offloaded = runs.compile_in_thread(
         (1, 4, 2), config=ADAMW(memory={"offload_optimizer": "state"}), functions=("step",)
@@ -211,7 +54,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
     averages = [
         leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 100 * runs.MODEL.num_layers
     ]
-    assert {leaf.sharding.memory_kind for leaf in averages} == {host_memory.MEMORY_KIND}
+    assert {leaf.sharding.memory_kind for leaf in averages} == {device_memory.MEMORY_KIND}
     meta = CheckpointMeta(config={}, model={}, data={}, step=2, rows_consumed=0, num_tokens_total=0)
     with CheckpointWriter(tmp_path, table=offloaded.spec.table, config=CheckpointConfig()) as store:
         store.save(state, meta)
@@ -282,29 +125,27 @@ def whole_shapes():
 
 @pytest.mark.parametrize(
     "memory",
-    [
-        *(
-            pytest.param({"remat": remat}, marks=pytest.mark.slow)
-            for remat in ("none", "save_attention_and_mlp", "save_attention")
-        ),
-        {"remat": "full"},
-        TILES | {"remat": "none"},
-    ],
+    [{"remat": "full"}, {"remat": "none", "mlp_tile_tokens": 5, "loss_tile_tokens": 7}],
     ids=str,
 )
-def test_no_whole_weight_is_kept(small_waits, memory):
+def test_no_whole_weight_is_kept(memory):
     shapes, again = kept(memory)
     assert whole_shapes() >= {(runs.MODEL.intermediate_size, runs.MODEL.hidden_size)}
     assert not {shape for shape, _ in shapes} & whole_shapes(), shapes
     assert "all_gather" in again, "they are gathered again"
 
 
-def test_full_keeps_only_the_input_of_a_layer(small_waits):
+def test_attention_is_kept_with_the_input_of_a_layer_unless_all_is_computed_again():
     model = runs.MODEL
-    assert kept({"remat": "full"})[0] == [((1, 16, model.hidden_size), "bfloat16")]
+    layer_input = ((1, 16, model.hidden_size), "bfloat16")
+    assert kept({"remat": "full"})[0] == [layer_input]
+    heads = model.num_heads // 4
+    log_sum_exp = ((1, heads, 64), "float32")
+    attention = ((1, 64, heads, model.head_dim), "bfloat16")
+    assert kept({"remat": "save_attention"})[0] == [log_sum_exp, layer_input, attention]
 
 
-def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small_waits):
+def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again():
     """A layer's backward pass has two products per matrix and transposes two all-to-alls."""
     _, none = kept({"remat": "none"})
     _, attention_kept = kept({"remat": "save_attention"})
@@ -313,17 +154,7 @@ def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small
     assert attention_kept.count("dot_general") - none.count("dot_general") >= 5
 
 
-@pytest.mark.slow
-def test_attention_and_mlp_makes_two_products_less_again(small_waits):
-    """The products of gate and up; those between are recomputed as with save_attention."""
-    shapes, kept_too = kept({"remat": "save_attention_and_mlp"})
-    _, attention_kept = kept({"remat": "save_attention"})
-    assert shapes.count(((1, 16, runs.MODEL.intermediate_size), "bfloat16")) == 2
-    # gate or up is not recomputed with attention either: the result of one of them is not used
-    assert attention_kept.count("dot_general") - kept_too.count("dot_general") in (1, 2)
-
-
-def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
+def test_only_layer_inputs_and_attention_are_offloaded():
     stacked, _ = residuals(
         remat="save_attention_and_mlp", offload_activations="layer_inputs_and_attention"
     )
@@ -337,127 +168,82 @@ def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
     assert any(shape[-2:] == heads or shape == (model.num_heads // 4,) for shape in where), where
 
 
-# Errors and descriptions
+# Choices
 
 
-def problems(version, platform, **memory):
-    return candidates.find_problems(
-        batches.make_config(memory=memory).step, platform=platform, version=version
-    )
-
-
-@pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
-def test_releases_with_wrong_gradients_are_refused_activation_offload(version):
-    (message,) = problems(version, "gpu", offload_activations="layer_inputs")
-    says = ("memory.offload_activations = layer_inputs", version, "memory.offload_activations=none")
-    assert re.match(messages.containing(*says), message)
+def test_a_step_with_other_values_is_the_step_of_that_config():
+    config = batches.make_config().step
+    devices = list(batches.mesh(1, 1, 4).devices.flat)
+    spec = make_spec(config.change(mesh={"seq": 2}), batches.model(), devices=devices)
+    changed = spec.respec(mesh={"seq": 4}, row_tokens=512)
+    assert changed == make_spec(changed.config, batches.model(), devices=devices)
+    assert changed.mesh.shape["seq"] == 4
+    assert changed.attention.strategy == combine(4)
+    remat = spec.respec(memory={"remat": "full"}, rows_per_step=16)
+    assert (remat.attention, remat.mesh) == (spec.attention, spec.mesh)
+    assert remat.config == spec.config.change(memory={"remat": "full"}, rows_per_step=16)
 
 
 @pytest.mark.parametrize(
-    ("level", "version", "field", "is_refused"),
+    ("level", "version", "field", "problem"),
     [
-        ("O1", "0.11.1", "offload_activations", True),
-        ("O2", "0.11.1", "offload_optimizer", True),
-        ("O0", "0.11.1", "offload_activations", False),
-        ("O1", "0.11.2", "offload_activations", False),
-        ("O1", "0.11.1", None, False),
+        ("UNKNOWN", "0.11.0", "offload_activations", "memory.offload_activations = layer_inputs: "),
+        ("O1", "0.11.1", "offload_activations", "JAX_OPTIMIZATION_LEVEL = O1: "),
+        ("O2", "0.11.1", "offload_optimizer", "JAX_OPTIMIZATION_LEVEL = O2: "),
+        ("O0", "0.11.1", "offload_activations", None),
+        ("O1", "0.11.2", "offload_activations", None),
+        ("O1", "0.11.1", None, None),
     ],
 )
-def test_double_buffered_loops_of_old_releases_copy_no_offloaded_arrays(
-    level, version, field, is_refused
-):
+def test_releases_with_wrong_gradients_are_refused_offload(level, version, field, problem):
     values = {"offload_activations": "layer_inputs", "offload_optimizer": "state"}
     memory = {} if field is None else {field: values[field]}
+    step = batches.make_config(memory=memory).step
     jax.config.update("jax_optimization_level", level)
     try:
-        found = problems(version, "gpu", **memory)
+        found = memory_problems.find_problems(step, platform="gpu", version=version)
     finally:
         jax.config.update("jax_optimization_level", "UNKNOWN")
-    assert len(found) == is_refused
-    assert all(text.startswith(f"JAX_OPTIMIZATION_LEVEL = {level}: ") for text in found)
-
-
-@dataclasses.dataclass(frozen=True)
-class Node:
-    """Memory of a test's devices, and memory that its steps need."""
-
-    limits: MemoryLimit
-    room: float
-    """Memory of the device, after margins."""
-    uncounted: int = 0
-    host: int = 0
+    assert [text.startswith(str(problem)) for text in found] == ([] if problem is None else [True])
 
 
 TAKES = {"none": 3.0, "save_attention_and_mlp": 2.5, "save_attention": 2.0, "full": 1.0}
 """GiB of a device that a step needs, by remat."""
 
-EMPTY = jax.jit(lambda: 0).lower().compile()
 
+@pytest.fixture
+def fit_step(monkeypatch):
+    """Function that chooses the step of a device with these GiB; nothing is compiled, and the
+    formula is exact.
 
-def ready(monkeypatch, node, *, memory, row_tokens=64):
-    """The step chosen on such a node; nothing is compiled, and the formula is exact."""
+    Args: limit: GiB before margins. uncounted: GiB of cuDNN's workspace. host: GiB of host memory
+        that the step needs, of 3.
+    """
     compiled = []
+    empty = jax.jit(lambda: 0).lower().compile()
 
-    def compile(spec):
-        compiled.append(spec.remat_policy.remat)
-        return EMPTY
+    def take(spec):
+        return int(TAKES[spec.remat_policy.remat] * units.GIB)
 
-    monkeypatch.setattr(device_memory, "find_limits", lambda spec: node.limits)
-    monkeypatch.setattr(
-        estimate,
-        "subtract_reserves",
-        lambda spec, limits: MemoryLimit(node.room * units.GIB, limits.host, limits.pool),
-    )
-    monkeypatch.setattr(
-        estimate,
-        "predict_bytes",
-        lambda spec: (
-            int(TAKES[spec.remat_policy.remat] * units.GIB)
-            + spec.attention.settings.workspace_bytes
-        ),
-    )
-    monkeypatch.setattr(train_step, "compile", compile)
+    def fit_step(size, *, limit=None, uncounted=0.0, host=0, **memory):
+        workspace = int(uncounted * units.GIB)
+        limits_ = MemoryLimit((limit or size) * units.GIB, 100 * units.GIB, 3 * units.GIB)
+        room = limits_._replace(device=size * units.GIB)
+        monkeypatch.setattr(device_memory, "find_limits", lambda spec: limits_)
+        monkeypatch.setattr(limits, "subtract_reserves", lambda spec, _: room)
+        monkeypatch.setattr(estimate, "predict_bytes", lambda spec: take(spec) + workspace)
+        monkeypatch.setattr(train_step, "compile", lambda spec: compiled.append(spec) or empty)
+        monkeypatch.setattr(
+            fit,
+            "read_memory_use",
+            lambda *_: MemoryUse(take(compiled[-1]), host * units.GIB, workspace),
+        )
+        spec = runs.make_spec(memory)
+        settings = KernelSettings(workspace_bytes=workspace)
+        choice = dataclasses.replace(spec.attention, settings=settings)
+        return fit.compile_fitting_step(dataclasses.replace(spec, attention=choice))
 
-    def measured(run, choice):
-        num_bytes = int(TAKES[compiled[-1]] * units.GIB)
-        return MemoryUse(num_bytes, node.host, choice.settings.workspace_bytes)
-
-    monkeypatch.setattr(fit, "read_memory_use", measured)
-    spec = runs.make_spec(memory, row_tokens=row_tokens)
-    settings = KernelSettings(workspace_bytes=node.uncounted)
-    choice = dataclasses.replace(spec.attention, settings=settings)
-    return fit.compile_fitting_step(dataclasses.replace(spec, attention=choice))
-
-
-def gpus(device_gib, **changes):
-    """A node whose devices have this memory, without margins."""
-    limits = MemoryLimit(changes.pop("limit", device_gib) * units.GIB, 100 * units.GIB)
-    return Node(limits=limits, room=device_gib, **changes)
-
-
-@pytest.mark.parametrize(
-    ("size", "remat"), [(2.5, "save_attention_and_mlp"), (2, "save_attention"), (1, "full")]
-)
-def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
-    actual = ready(monkeypatch, gpus(size), memory={})
-    assert actual.spec.config.memory.remat == remat
-    assert (actual.full_remat_reason == "") == (remat != "full")
-
-
-def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
-    """Weights and moments are exact; a formula that exceeds the rest is reduced to it."""
-    actual = ready(monkeypatch, gpus(2.5, uncounted=10**6), memory={})
-    monkeypatch.setattr(estimate, "saved_bytes", lambda spec: 10**6)
-    resident = estimate.resident_bytes(actual.spec)
-    for size in (10**9, resident.weights + resident.moments + 10**6 + 5):
-        use = MemoryUse(size - 10**6, 0, uncounted_workspace=10**6, estimated_workspace=10**6)
-        causes = fit.find_causes(dataclasses.replace(actual, memory_use=use))
-        assert sum(causes.device.values()) == size
-        assert causes.device["weights"] == resident.weights
-        assert causes.device["cuDNN workspace"] == 10**6
-        assert causes.host == {}
-        assert causes.device_available == 2.5 * units.GIB
-    assert causes.device["gradients"] == 5
+    return fit_step
 
 
 @pytest.mark.parametrize(
@@ -468,21 +254,18 @@ def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
         (2.5, 0.6, ["2.6 GiB", "0.6 GiB", "2.5 GiB"]),
     ],
 )
-def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
+def test_auto_recomputes_attention_if_its_output_does_not_fit(fit_step, size, uncounted, why):
     """The reason has the memory that attention's output needs, cuDNN's part, and the room."""
-    actual = ready(monkeypatch, gpus(size, uncounted=int(uncounted * units.GIB)), memory={})
+    actual = fit_step(size, uncounted=uncounted)
     assert actual.spec.config.memory.remat == "full"
     assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
-    assert re.search(
-        messages.containing("full", actual.full_remat_reason),
-        fit.describe_compiled(actual),
-    )
+    assert actual.full_remat_reason in descriptions.describe_compiled(actual)
 
 
-def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
-    offloads = works_here({"offload_optimizer": "state"})
+def test_a_step_that_cannot_fit_is_refused_with_suggestions(fit_step):
+    offloads = runs.works_here({"offload_optimizer": "state"})
     with pytest.raises(UserError) as found:
-        ready(monkeypatch, gpus(0.5), memory={})
+        fit_step(0.5)
     assert re.findall(r"[\d.]+ GiB", str(found.value)) == ["1.0 GiB", "0.5 GiB"]
     assert re.findall(r"[\w.]+=\w+", str(found.value)) == [
         "memory.offload_activations=layer_inputs",
@@ -492,60 +275,40 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
         "mesh.seq=8",
     ]
     with pytest.raises(UserError, match=messages.containing("2.0 GiB", "1.5 GiB")):
-        ready(monkeypatch, gpus(1.5), memory={"remat": "save_attention"})
-    limits = MemoryLimit(80 * units.GIB, 100 * units.GIB, 3 * units.GIB)  # the pool's limit
-    node = Node(limits=limits, room=80, host=4 * units.GIB)
+        fit_step(1.5, remat="save_attention")
     says = messages.containing("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
-    with pytest.raises(UserError, match=says):
-        ready(monkeypatch, node, memory={"offload_activations": "layer_inputs"})
-    # The device lacks only its margin
-    with pytest.raises(UserError, match=says):
-        ready(
-            monkeypatch,
-            dataclasses.replace(node, room=0.9),
-            memory={"offload_activations": "layer_inputs"},
-        )
+    for size in (80, 0.9):  # the second device lacks only its margin
+        with pytest.raises(UserError, match=says):
+            fit_step(size, limit=80, host=4, offload_activations="layer_inputs")
 
 
-@pytest.mark.parametrize(
-    "node", [gpus(1.2, uncounted=units.GIB // 2), gpus(0.9, limit=1.2)], ids=["estimate", "margin"]
-)
-def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
-    actual = ready(monkeypatch, node, memory={"remat": "full"})
+@pytest.mark.parametrize("node", [(1.2, {"uncounted": 0.5}), (0.9, {"limit": 1.2})])
+def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(fit_step, node):
+    size, options = node
+    actual = fit_step(size, remat="full", **options)
     assert actual.memory_use.device == units.GIB
-    without_shortage = dataclasses.replace(actual, shortage="")
-    assert fit.describe_compiled(actual) != fit.describe_compiled(without_shortage)
-    fits = ready(monkeypatch, gpus(1.6, uncounted=units.GIB // 2), memory={"remat": "full"})
-    assert fits.shortage == ""
+    silent = dataclasses.replace(actual, shortage="")
+    assert descriptions.describe_compiled(actual) != descriptions.describe_compiled(silent)
+    assert fit_step(1.6, remat="full", uncounted=0.5).shortage == ""
 
 
 @pytest.mark.parametrize(
-    ("during_attention", "layers", "there", "fails"),
-    [
-        ("never", "alike", 2 * 3840 - 1, True),
-        ("never", "alike", 2 * 3840, False),
-        ("always", "alike", 2 * 3840 - 1, True),
-        ("always", "alike", 2 * 3840, False),
-        ("never", "one differs", 2 * 3840 - 1, True),
-        ("never", "one differs", 2 * 3840, False),
-    ],
+    ("during_attention", "has_other_layer"), [("never", False), ("always", False), ("never", True)]
 )
 def test_a_gpu_that_offloads_less_than_requested_ends_the_run(
-    monkeypatch, during_attention, layers, there, fails
+    monkeypatch, during_attention, has_other_layer
 ):
     """One array may be left out: of two layers' inputs and a gradient, and of the inputs of three
     layers of which one is not in a loop."""
-    memory = {"remat": "full", "offload_during_attention": during_attention}
     model = batches.model()
-    if layers == "one differs":
+    if has_other_layer:
         model = batches.expert_model(num_layers=3)
         first = dataclasses.replace(model.layers[0], feed_forward=MLP)
         model = dataclasses.replace(model, layers=(first, *model.layers[1:]))
-    actual = runs.make_spec({"offload_activations": "layer_inputs", **memory}, model=model)
+    memory = {"remat": "full", "offload_activations": "layer_inputs"}
+    memory["offload_during_attention"] = during_attention
+    spec = runs.make_spec(memory, model=model)
     monkeypatch.setattr(fit, "is_gpu", lambda spec: True)
-    needs = MemoryUse(0, there)
-    if not fails:
-        fit.check_offloads(actual, needs)
-        return
+    fit.check_offloads(spec, MemoryUse(0, 2 * 3840))
     with pytest.raises(RuntimeError, match=messages.containing("memory.offload_activations=none")):
-        fit.check_offloads(actual, needs)
+        fit.check_offloads(spec, MemoryUse(0, 2 * 3840 - 1))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.run.report import page
+from jaxsp.run import report as page
 from jaxsp.training import loss, metric_table
 from jaxsp.training.metric_table import METRICS, Metric
 from tests import batches, commands, small_runs
@@ -41,6 +41,7 @@ def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report
     even = Metric(
         "Tokens before an even one, as a fraction of all.",
         lambda sums: metric_table.divide(sums["num_even"], sums["num_tokens"]),
+        needs="num_even",
     )
     monkeypatch.setattr(loss, "_sum_tile", count_even_labels)
     monkeypatch.setitem(METRICS, "even_fraction", even)

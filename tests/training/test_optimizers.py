@@ -11,37 +11,28 @@ import pytest
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.checkpoint_config import CheckpointConfig
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.core import host_memory
-from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
-from jaxsp.planning import hlo
+from jaxsp.optimizers import adamw8bit, muon, optimizer
 from jaxsp.sharding import host_offload
+from jaxsp.system import device_memory
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
-from tests.planning import sent_bytes
 from tests.training import optimizer_cases, runs
-from tests.training.optimizer_cases import MESHES, NUM_STEPS, TABLE
+from tests.training.optimizer_cases import NUM_STEPS, TABLE
 
 pytestmark = pytest.mark.usefixtures("small_shards")
 
-QUICK = (("muon", (1, 2, 4)), ("adafactor", (1, 2, 4)))
-"""Cases of the default tier: the optimizers that are not elementwise."""
+QUICK = ("muon", "adafactor")
+"""Optimizers of the default tier, which are not elementwise."""
 
-NEEDS_HOST = pytest.mark.skipif(
-    jax.__version_info__ < host_offload.MIN_RELEASE,
-    reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
-)
-
-each_case = pytest.mark.parametrize(
-    ("name", "sizes"),
+each_optimizer = pytest.mark.parametrize(
+    "name",
     [
-        pytest.param(name, sizes, marks=() if (name, sizes) in QUICK else pytest.mark.slow)
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.e2e)
         for name in optimizer_cases.OPTIONS
-        for sizes in MESHES
     ],
-    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
 
 
@@ -50,81 +41,40 @@ def run(name, sizes):
     return optimizer_cases.run_on_mesh(optimizer_cases.make_config(name), sizes)
 
 
-@functools.cache
-def run_oracle(name):
-    return optimizer_cases.run_optax(optimizer_cases.make_config(name))
-
-
 def largest_error(actual, expected):
     return max(batches.relative_error(actual[name], expected[name]) for name in expected)
 
 
-@each_case
-def test_weights_after_five_steps_are_those_of_optax(name, sizes, record_property):
-    """On every mesh, with weights of every placement, and 3 layers on up to 8 shards."""
-    expected = run_oracle(name)
-    actual = optimizer_cases.unpad(run(name, sizes)[0])
+@each_optimizer
+@pytest.mark.parametrize("sizes", [(1, 2, 4), pytest.param((2, 1, 3), marks=pytest.mark.slow)])
+def test_weights_after_five_steps_are_those_of_optax(name, sizes):
+    """With weights of every placement, and 3 layers on 8 and 3 shards. Padding of weights and state
+    stays zero, also through Newton-Schulz iterations, and in codes of 8 bits."""
+    master, state = run(name, sizes)
+    expected = optimizer_cases.run_optax(optimizer_cases.make_config(name))
+    actual = optimizer_cases.unpad(master)
     before = batches.name_leaves(optimizer_cases.draw(1))
     moved = {key: expected[key] - before[key] for key in before}
-    error = largest_error(actual, expected)
-    move_error = largest_error({key: actual[key] - before[key] for key in before}, moved)
-    record_property("largest relative difference of a weight", error)
-    record_property("largest relative difference of a move", move_error)
-    assert error < tolerances.OPTAX
-    assert move_error < tolerances.OPTIMIZER
+    assert largest_error(actual, expected) < tolerances.OPTAX
+    moves = {key: actual[key] - before[key] for key in before}
+    assert largest_error(moves, moved) < tolerances.OPTIMIZER
     assert min(map(np.linalg.norm, moved.values())) > 1e-3
-
-
-@each_case
-def test_padding_of_weights_and_state_stays_zero(name, sizes):
-    """Also through Newton-Schulz iterations, and in codes of 8 bits."""
-    master, state = run(name, sizes)
     stored = jax.tree.leaves((master, state))
     unpadded = [
         *jax.tree.leaves(jax.tree.map(runs.remove_padding, TABLE, master)),
         *optimizer_cases.unpad_state(master, state),
     ]
     assert [np.count_nonzero(x) for x in stored] == [np.count_nonzero(x) for x in unpadded]
-    sizes_differ = any(x.size > own.size for x, own in zip(stored, unpadded, strict=True))
-    assert sizes_differ == (math.prod(sizes[1:]) > 1)
-
-
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_an_update_sends_the_bytes_of_its_formula(name):
-    """Muon sends each shard twice, in the compute dtype; 3 matrices count as 8 on 8 shards.
-
-    XLA sends bfloat16 as float32 on CPUs; `test_comms.py` has bfloat16 in a GPU program.
-    """
-    config = optimizer_cases.make_config(name)
-    sizes = (1, 2, 4)
-    mesh = batches.mesh(*sizes)
-    master = runs.put_weights(TABLE, optimizer_cases.draw(1), mesh)
-    spec = optimizer_cases.compile_update(
-        config, mesh, master, optimizer_cases.init_state(config, sizes)
-    )
-    sent = hlo.parse_collectives(spec.as_text())
-    formula = sent_bytes.update_bytes(config.optimizer, TABLE, num_shards=8, itemsize=4)
-    for operation in hlo.COLLECTIVES:
-        actual = sent_bytes.sum_bytes(sent, operation=operation)
-        expected = formula.get(operation, 0.0)
-        # Norms of updates, for clipping, and numbers of updates of each expert
-        few_bytes = {"all-reduce": 1024, "all-gather": 256}.get(operation, 0)
-        assert 0 <= actual - expected <= few_bytes, (operation, actual, expected)
-    assert any(formula.values())
-    if name == "muon":
-        shards = [129 * 136, 136 * 129, 136 * 129, 129 * 304]
-        experts = 129 * 136  # groups of 2 layers and 1 layer: 6 and 3 matrices
-        num_elements = 8 * sum(shards) + 16 * experts
-        assert formula == {"all-to-all": 2 * 4 * num_elements * (7 / 8) / 8}
+    assert any(x.size > own.size for x, own in zip(stored, unpadded, strict=True))
 
 
 def test_muon_exchanges_a_group_of_layers_for_each_shard_at_a_time():
     param = Parameter(shape=(64, 32), hf_name="", layers=tuple(range(10)))
-    assert matrix_exchange.group_size(param, 4) == 4
+    assert muon.group_size(param, 4) == 4
     experts = dataclasses.replace(param, shape=(6, 64, 32), num_experts=6)
-    assert matrix_exchange.group_size(experts, 4) == 1
+    assert muon.group_size(experts, 4) == 1
     whole = dataclasses.replace(param, shape=(8, 64, 32), num_experts=8)
-    assert matrix_exchange.group_size(whole, 4) == 1
+    assert muon.group_size(whole, 4) == 1
 
 
 def test_newton_schulz_brings_singular_values_near_one():
@@ -157,9 +107,9 @@ def test_bytes_of_state_for_each_weight_of_a_large_matrix(name):
     config = optimizer_cases.make_config(name).optimizer
     param = Parameter(shape=(14336, 4096), hf_name="", layers=tuple(range(32)))
     size = param.size * param.num_layers
-    one_device = optimizer.state_bytes(config, param, 1).total
+    one_device = sum(optimizer.state_bytes(config, param, 1))
     assert one_device / size == pytest.approx(STATE_BYTES[name], abs=1e-5)
-    on_eight = optimizer.state_bytes(config, param, 8).total
+    on_eight = sum(optimizer.state_bytes(config, param, 8))
     expected = 1 if name == "adafactor" else 1 / 8  # averages of rows are on all devices
     assert on_eight / one_device == pytest.approx(expected, abs=1e-5)
     stored = optimizer_cases.describe_state(
@@ -169,15 +119,11 @@ def test_bytes_of_state_for_each_weight_of_a_large_matrix(name):
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(stored)
     )
-    assert held == sum(
-        optimizer.state_bytes(config, row, 8).total for row in jax.tree.leaves(TABLE)
-    )
+    assert held == sum(sum(optimizer.state_bytes(config, row, 8)) for row in jax.tree.leaves(TABLE))
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "name", [pytest.param("adafactor", marks=pytest.mark.slow), "adamw8bit", "muon"]
-)
+@pytest.mark.parametrize("name", ["adamw8bit", "muon"])
 def test_a_checkpoint_resumes_on_another_mesh(name, tmp_path):
     """The state has the same bits after it is saved on 8 shards and restored on 3."""
     config = optimizer_cases.make_config(name)
@@ -207,24 +153,14 @@ def test_a_checkpoint_resumes_on_another_mesh(name, tmp_path):
     assert any(np.count_nonzero(x) for x in expected)
 
 
-@NEEDS_HOST
-@pytest.mark.parametrize(
-    "name",
-    [
-        "muon",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in optimizer_cases.OPTIONS
-            if name != "muon"
-        ),
-    ],
-)
+@runs.NEEDS_HOST
+@each_optimizer
 def test_a_state_in_host_memory_gives_the_same_weights(name, monkeypatch):
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 1000)
     config = optimizer_cases.make_config(name)
     master, state = optimizer_cases.run_on_mesh(config, (1, 2, 4), offload=True)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves((master, state)) if x.size > 50_000}
-    assert kinds == {host_memory.MEMORY_KIND}
+    assert kinds == {device_memory.MEMORY_KIND}
     assert (
         largest_error(optimizer_cases.unpad(master), optimizer_cases.unpad(run(name, (1, 2, 4))[0]))
         < tolerances.OPTAX
@@ -260,9 +196,12 @@ def test_a_number_is_stored_as_the_nearest_entry_of_its_block(is_signed):
 
 
 def test_moments_of_8_bits_are_near_those_of_32_bits():
-    eight, full = (run(name, (1, 1, 1))[0]["layers"]["gate"] for name in ("adamw8bit", "adamw"))
+    eight, full = (
+        optimizer_cases.unpad(run(name, (1, 2, 4))[0])["layers.gate"]
+        for name in ("adamw8bit", "adamw")
+    )
     before = optimizer_cases.draw(1)["layers"]["gate"]
-    assert 1e-4 < batches.relative_error(eight - before, np.asarray(full - before)) < 0.1
+    assert 1e-4 < batches.relative_error(eight - before, full - before) < 0.1
 
 
 # Parameter groups

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Float, Float32
 
-from jaxsp.attention.kernels.residuals import AttentionFunctions, Gradients, Saved
 from jaxsp.attention.kernels.segments import Segments
 
 
@@ -46,48 +45,83 @@ class Device(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelWorkload:
-    """Attention that one device computes at a time: whole rows or chunks, for its heads."""
+class AttentionWorkload:
+    """Attention of layers of one kind, each in one microbatch of a sequence-parallel group.
 
+    A strategy changes it to what the kernel of a device computes at a time: whole rows or chunks of
+    them, for some of the heads.
+    """
+
+    num_rows: int
+    """Rows that the group works on together."""
+    row_tokens: int
+    """Tokens of a whole row."""
+    max_segments: int
+    """Maximum number of segments of a row. With 1, rows are not packed."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    row_tokens: int
-    num_rows: int
-    max_segments: int
-    """Maximum number of segments of a row. With 1, rows are not packed."""
-    window: int | None
-    """Number of tokens that a token sees, including itself; None: all before it."""
     dtype: str
+    """dtype of q, k, v, the output and their gradients."""
+    seq: int = 1
+    """Number of devices that hold different tokens of a row."""
+    window: int | None = None
+    """Number of tokens that a token sees, including itself; None: all before it."""
     softcap: float | None = None
     """Cap of the scores: see `ScoreConfig`."""
-    chunks_per_row: int = 1
-    """Number of chunks that a whole row is cut into. Each chunk counts as a row here."""
-    chunks_per_device: int = 1
-    """Number of chunks of a whole row that one device computes."""
-    num_earlier_keys: int = 0
-    """Number of keys before a chunk that are processed at a time."""
-    ulysses_degree: int = 1
-    """Number of devices that hold the same chunks, each for other heads."""
-    whole_row_tokens: int | None = None
-    """Tokens of a whole row, if rows are cut into chunks."""
+    remat: str = "save_attention"
+    """Value of memory.remat."""
     is_deterministic: bool = False
     """True if gradients must be bitwise equal in every run: run.deterministic."""
+    has_windowed_kinds: bool = False
+    """True if layers of any kind have a sliding window."""
+    has_other_kinds: bool = False
+    """True if layers with the same heads are of other kinds. Then XLA merges no collectives of the
+    recomputed forward pass with those of the backward pass, because each is in a branch of its
+    own."""
+    ulysses_degree: int = 1
+    """Number of devices that hold the same tokens, each for other heads."""
+    chunk_tokens: int | None = None
+    """Tokens of a chunk, with its halo if there is a window; None: rows are whole."""
+    chunks_per_row: int = 1
+    chunks_per_device: int = 1
+    num_earlier_keys: int = 0
+    """Number of keys before a chunk that are processed at a time."""
     has_score_workspace: bool = False
     """True if the backward pass writes the gradients of all scores to memory: see
-    `cudnn_memory.adapt_to_devices`."""
-
+    `cudnn_limits.adapt_to_devices`."""
     copies_segments: bool = False
     """True if segments are copied to rows of their own: see `KernelSettings`."""
 
     @property
-    def whole_row_shape(self) -> tuple[int, int]:
-        """Number of whole rows, and tokens of each."""
-        return self.num_rows // self.chunks_per_device, self.whole_row_tokens or self.row_tokens
+    def tokens_per_device(self) -> int:
+        """Tokens of a row that one device holds."""
+        # 0 would not reach the check that rows can be divided
+        return max(1, self.row_tokens // self.seq)
 
     @property
-    def num_tokens(self) -> int:
-        return self.num_rows * self.row_tokens
+    def kernel_rows(self) -> int:
+        """Number of rows that the kernel computes: each chunk is one."""
+        return self.num_rows * self.chunks_per_device
+
+    @property
+    def kernel_row_tokens(self) -> int:
+        return self.chunk_tokens or self.row_tokens
+
+    @property
+    def kernel_tokens(self) -> int:
+        """Tokens of all rows that the kernel computes."""
+        return self.kernel_rows * self.kernel_row_tokens
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def qkv_bytes(self) -> tuple[int, int]:
+        """Bytes of a device's queries, and of its keys and values together."""
+        head = self.num_rows * self.tokens_per_device * self.head_dim * self.itemsize
+        return self.num_heads * head, 2 * self.num_kv_heads * head
 
     @property
     def is_packed(self) -> bool:
@@ -97,10 +131,6 @@ class KernelWorkload:
     def has_window(self) -> bool:
         """True if the window hides any token of a row from another."""
         return self.window is not None and self.window < self.row_tokens
-
-    def num_q_elements(self, head_chunks: int) -> int:
-        """Number of elements of the queries of one head chunk."""
-        return self.num_tokens * (self.num_heads // head_chunks) * self.head_dim
 
     def row_multiple(self, chunk_multiple: int) -> int:
         """Number that the tokens of a whole row must be a multiple of.
@@ -136,6 +166,31 @@ class KernelSettings:
     memory analysis counts it."""
 
 
+class Saved(NamedTuple):
+    """Arrays that a backward pass starts from. The output and the log-sum-exp may include keys that
+    are not in `k`."""
+
+    q: Float[Array, "B L h K"]
+    k: Float[Array, "B L g K"]
+    v: Float[Array, "B L g K"]
+    out: Float[Array, "B L h K"]
+    dout: Float[Array, "B L h K"]
+    lse: Float32[Array, "B h L"]
+
+
+Gradients = tuple[Float[Array, "B L h K"], Float[Array, "B D g K"], Float[Array, "B D g K"]]
+"""dq, dk and dv."""
+
+
+class AttentionFunctions(NamedTuple):
+    """Forward and backward pass of attention for one kind of layer."""
+
+    forward: Callable[..., tuple[Array, Array]]
+    """`(q, k, v, segments) -> out, lse`. Shapes: q_BLhK, k_BLgK, v_BLgK -> out_BLhK, lse_BhL."""
+    backward: Callable[..., Gradients]
+    """`(saved, segments) -> dq, dk, dv`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkKernel:
     """A kernel's functions for chunks of rows."""
@@ -151,8 +206,7 @@ class Kernel(abc.ABC):
     """A way to compute attention on one device. Only `name` and `make_row_functions` are required.
 
     A kernel gives forward and backward functions for the scores of one kind of layer. The kinds of
-    a model, sinks, and the names of residuals, with which a remat policy can save or offload them,
-    are added around them: see `residuals.attend`.
+    a model, sinks, and the names of residuals are added around them: see `jaxsp.attention.attend`.
     Implementations are frozen dataclasses without fields: processes compare their `repr`.
     """
 
@@ -163,8 +217,6 @@ class Kernel(abc.ABC):
     masks inputs and outputs."""
     supports_head_chunks: ClassVar[bool] = False
     """True if the kernel can compute a device's heads in chunks, one after another."""
-    has_lse: ClassVar[bool] = True
-    """True if the forward pass returns a log-sum-exp."""
     needs_selfcheck: ClassVar[bool] = False
     """True if the kernel is compared with the blockwise kernel before training on a GPU."""
     custom_call_prefix: ClassVar[str] = ""
@@ -180,10 +232,10 @@ class Kernel(abc.ABC):
         are not those of the forward pass.
         """
 
-    def make_chunk_kernel(self, settings: KernelSettings, score: ScoreConfig) -> ChunkKernel | None:
-        """Returns the functions that compute chunks of rows with these scores; None if there are
-        none, so that rows must be whole."""
-        return None
+    def make_chunk_kernel(self, settings: KernelSettings, score: ScoreConfig) -> ChunkKernel:
+        """Returns the functions that compute chunks of rows with these scores. A kernel without
+        them is for strategies that give each device whole rows."""
+        raise NotImplementedError(f"{self.name} computes whole rows only")
 
     def make_tables(self, settings: KernelSettings, rows: Segments, row_tokens: int) -> Any:
         """Returns the tables of the segments of whole rows that all layers share; None for none."""
@@ -199,7 +251,7 @@ class Kernel(abc.ABC):
         return self.title
 
     def unsupported_reasons(
-        self, workload: KernelWorkload, *, devices: Sequence[Device], device_bytes: int | None
+        self, workload: AttentionWorkload, *, devices: Sequence[Device], device_bytes: int | None
     ) -> list[UnsupportedReason]:
         """Returns the reasons that the kernel cannot run this on these devices; empty if it can.
 
@@ -207,13 +259,13 @@ class Kernel(abc.ABC):
         """
         return []
 
-    def legal_head_chunks(self, workload: KernelWorkload) -> list[int]:
+    def legal_head_chunks(self, workload: AttentionWorkload) -> list[int]:
         """Returns the numbers of chunks that the heads can be divided into."""
         return [1]
 
     def configure(
         self,
-        workload: KernelWorkload,
+        workload: AttentionWorkload,
         *,
         devices: Sequence[Device],
         device_bytes: int | None,
@@ -229,34 +281,6 @@ class Kernel(abc.ABC):
     def read_workspace_bytes(self, program_text: str) -> int | None:
         """Returns the size of the workspace that a compiled program has; None if it has none."""
         return None
-
-
-@dataclasses.dataclass(frozen=True)
-class FunctionKernel(Kernel):
-    """A differentiable function for whole rows as a kernel, for tests and experiments.
-
-    All layers are of one kind, without sinks (which need a log-sum-exp), and the function must
-    apply their window, scale and softcap.
-    """
-
-    name = "function"
-    has_lse = False
-
-    function: Callable[..., Array]
-    """`(q, k, v, starts, lengths) -> out`."""
-
-    def make_row_functions(
-        self, settings: KernelSettings, score: ScoreConfig
-    ) -> AttentionFunctions:
-        def forward(q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
-            B, L, h, _ = q.shape
-            return self.function(q, k, v, *segments[:2]), jnp.full((B, h, L), jnp.nan)
-
-        def backward(saved: Saved, segments: Segments) -> Gradients:
-            function = lambda *qkv: self.function(*qkv, *segments[:2])
-            return jax.vjp(function, *saved[:3])[1](saved.dout)
-
-        return AttentionFunctions(forward, backward)
 
 
 def divisors(number: int) -> list[int]:
