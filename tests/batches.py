@@ -12,8 +12,7 @@ from jaxsp.attention.attend import Attend
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
 from jaxsp.attention.selection import KERNELS, AttentionChoice, KernelChoice
 from jaxsp.attention.strategy import Strategy, combine
-from jaxsp.blocks.block_config import ExpertsConfig
-from jaxsp.blocks.config import EXPERTS, LayerConfig, ModelConfig, Rope
+from jaxsp.blocks.config import EXPERTS, ExpertsConfig, LayerConfig, ModelConfig, Rope
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout

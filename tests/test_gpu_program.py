@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.attention.kernels import cudnn_bins
 from jaxsp.hf import model_config, published
-from jaxsp.planning import absent, hlo, memory_problems, planner
+from jaxsp.planning import absent, candidates, hlo, planner
 from jaxsp.run import config_file
 from jaxsp.training.specs import make_spec
 from tests import small_runs
@@ -109,7 +109,7 @@ def test_a_recipe_fits_its_gpus_and_states_its_memory(name):
     fields = json.dumps(published.read_models()[source].fields)
     config = config_file.load(path, ["model.source=null", f"model.config={fields}"])
     model = model_config.parse_model_config(config.model.config)
-    if problems := memory_problems.find_problems(config.step, platform="gpu", model=model):
+    if problems := candidates.find_problems(config.step, platform="gpu", model=model):
         pytest.skip(problems[0])
     groups = config.mesh.data
     plan = planner.plan_step(

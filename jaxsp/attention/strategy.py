@@ -112,11 +112,6 @@ class TokenExchange(abc.ABC):
         backward, by collective operation."""
 
     @abc.abstractmethod
-    def backward_bytes(self, workload: AttentionWorkload, settings: KernelSettings) -> int:
-        """Returns the device memory of queries, keys, values, output and their gradients in the
-        backward pass."""
-
-    @abc.abstractmethod
     def make_functions(
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
@@ -152,15 +147,6 @@ class WholeRows(TokenExchange):
 
     def sent_bytes(self, workload: AttentionWorkload) -> dict[str, int]:
         return {}
-
-    def backward_bytes(self, workload: AttentionWorkload, settings: KernelSettings) -> int:
-        q, kv = workload.qkv_bytes
-        inputs = 3 * q + kv  # q, the output and its gradient; k and v
-        if settings.head_chunks == 1:
-            return inputs + 2 * q + kv
-        chunk = (3 * q + 2 * kv) // settings.head_chunks
-        is_kv_shared = settings.head_chunks > workload.num_kv_heads
-        return inputs + chunk + (2 * kv if is_kv_shared else 0)
 
     def make_functions(
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
@@ -229,11 +215,6 @@ class Strategy:
         backward, by collective operation."""
         exchanged = self.heads.exchange_workload(workload)
         return self.heads.sent_bytes(workload) | self.tokens.sent_bytes(exchanged)
-
-    def backward_bytes(self, workload: AttentionWorkload, settings: KernelSettings) -> int:
-        """Returns the device memory of queries, keys, values, output and their gradients in the
-        backward pass."""
-        return self.tokens.backward_bytes(self.heads.exchange_workload(workload), settings)
 
     def device_groups(self, operation: str) -> list[list[int]]:
         """Returns the groups of devices that a collective operation connects, as positions along

@@ -125,15 +125,6 @@ class Zigzag(TokenExchange):
             num_chunks=num_chunks,
         )
 
-    def backward_bytes(self, workload: AttentionWorkload, settings: KernelSettings) -> int:
-        q, kv = workload.qkv_bytes
-        inputs = 3 * q + kv  # with the output and its gradient
-        if not workload.has_window:
-            return inputs + 4 * (q + kv)  # float32 sums, and what travels
-        halo = self._find_halo(workload)
-        rows = (4 * q + 2 * kv) * halo.row_tokens // halo.chunk_tokens  # inputs and gradients
-        return inputs + rows
-
     def make_functions(
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention.attend import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.attention.cached_attention import CachedKeys, attend_to_cache
-from jaxsp.attention.workload import count_workloads
 from jaxsp.blocks import rope
 from jaxsp.blocks.block import (
     LayerCache,
@@ -20,10 +19,8 @@ from jaxsp.blocks.block import (
     MixerInput,
     NextToken,
     RowInputs,
-    Workload,
 )
 from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import (
     Norm,
     NormWithoutWeight,
@@ -32,7 +29,7 @@ from jaxsp.blocks.layers import (
     apply_norm,
     declare_param,
 )
-from jaxsp.blocks.linear import Linear, declare_fused
+from jaxsp.blocks.linear import Keys, Linear, declare_fused
 
 
 class AttentionInput(MixerInput):
@@ -209,27 +206,9 @@ class Attention(Mixer):
         )
         return out_BHK[:, None], _make_cache(config, inputs)
 
-    def product_width(self, config: ModelConfig, workload: Workload) -> int:
-        heads = config.num_heads + 2 * config.num_kv_heads
-        strategy = workload.attention.strategy
-        if strategy.heads.degree > 1:  # queries, keys and values in one, and outputs
-            _, local_kv_heads = strategy.heads.local_heads(config.num_heads, config.num_kv_heads)
-            heads = 2 * config.num_heads + 2 * local_kv_heads * strategy.heads.degree
-        if config.attention_gate != "none":
-            heads += config.num_heads
-        return heads * config.head_dim + config.hidden_size
-
     def output_bytes(self, config: ModelConfig, itemsize: int) -> int:
         """Output and log-sum-exp."""
         return config.num_heads * (config.head_dim * itemsize + 4)
-
-    def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
-        choice = workload.attention
-        _, settings = choice.find_kernel(config.layer_scores[0].heads)
-        return settings.workspace_bytes + max(
-            choice.strategy.backward_bytes(layer, settings)
-            for layer in count_workloads(workload.rows, config)
-        )
 
     def forward_flops(
         self, config: ModelConfig, layer: LayerConfig, segment_lengths: np.ndarray

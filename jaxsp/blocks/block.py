@@ -1,6 +1,6 @@
 """The two blocks of a layer: a mixer, in which the tokens of a row meet, and a feed-forward.
 
-Each is a file and a line in registry.py. It declares its weights, computes, and tells its cost;
+Each is a file and a line in registry.py. It declares its weights and computes;
 nothing else in jaxsp knows its dims.
 
     x -> norm -> mixer's input -> mix -> mixer's output -> + x -> norm -> feed-forward -> + x
@@ -10,7 +10,6 @@ Only `mix` communicates. Everything else treats each token independently.
 """
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -21,11 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxsp.attention.attend import Attend
-from jaxsp.attention.selection import AttentionChoice
-from jaxsp.attention.workload import GroupRows
-from jaxsp.blocks.block_config import NormNames
-from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.config import LayerConfig, ModelConfig, NormNames
 from jaxsp.blocks.layers import (
     Parameter,
     Weights,
@@ -35,7 +30,7 @@ from jaxsp.blocks.layers import (
     declare_param,
     scale,
 )
-from jaxsp.blocks.linear import Linear
+from jaxsp.blocks.linear import Keys, Linear
 from jaxsp.core.batch import Batch
 
 
@@ -81,24 +76,6 @@ class NextToken(NamedTuple):
     """Number of tokens that a token of this layer sees, including itself."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Inputs of a block's cost besides the model."""
-
-    attention: AttentionChoice
-    rows: GroupRows
-
-    @property
-    def tokens_per_device(self) -> int:
-        """Tokens of a device in a microbatch."""
-        return self.rows.num_rows * self.rows.row_tokens // self.rows.seq
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element in the compute dtype."""
-        return np.dtype(self.rows.dtype).itemsize
-
-
 class MixerInput(nnx.Module):
     """Part of a layer before the mixing: the norm, and projections of a subclass.
 
@@ -125,26 +102,12 @@ Statistics = dict[str, Any]
 have gradients."""
 
 
-class FeedForwardCost(NamedTuple):
-    """Memory that a feed-forward needs for its backward pass, in elements."""
-
-    saved_width: int
-    """Elements for each token of the results in `checkpoint_names`, which are products."""
-    backward_width: int
-    """Elements for each token that are live at once in the backward pass."""
-    fixed_elements: int = 0
-    """Elements that are live at once in the backward pass, however few tokens there are."""
-    statistics_width: int = 0
-    """Numbers of statistics for each token; 0: there are none."""
-    gradient_elements: int = 0
-    """Float32 numbers of gradients that the backward pass adds up itself."""
-
-
 class FeedForward(nnx.Module):
     """A function of each token, made for a `ModelConfig`."""
 
     checkpoint_names: ClassVar[tuple[str, ...]]
     """Names of the results that `remat: save_attention_and_mlp` keeps."""
+    has_statistics: ClassVar[bool] = False
     reads_residual: ClassVar[bool] = False
     """True if it is also called with the residual, the input of the norm before it."""
 
@@ -157,12 +120,19 @@ class FeedForward(nnx.Module):
         raise NotImplementedError
 
     @staticmethod
+    def has_kept_products(config: ModelConfig) -> bool:
+        """True if it has results with `checkpoint_names`."""
+        return True
+
+    @staticmethod
     def describe(config: ModelConfig, tokens_per_device: int | None) -> str:
         """Noun phrase for the banner. Args: tokens_per_device: see `decoder.describe_layers`."""
         raise NotImplementedError
 
     @staticmethod
-    def cost(config: ModelConfig) -> FeedForwardCost:
+    def tile_width(config: ModelConfig) -> int:
+        """Elements for each token of a tile that are live at once in the backward pass, by which
+        tiles are chosen before anything is traced."""
         raise NotImplementedError
 
     @staticmethod
@@ -222,17 +192,9 @@ class Mixer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def product_width(self, config: ModelConfig, workload: Workload) -> int:
-        """Elements for each token of the products, and results of all-to-alls, between the layer's
-        input and the feed-forward."""
-
-    @abc.abstractmethod
     def output_bytes(self, config: ModelConfig, itemsize: int) -> int:
-        """Bytes of the results in `checkpoint_names`, for each token."""
-
-    @abc.abstractmethod
-    def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
-        """Memory of the backward pass of `mix` on a device: the maximum of the layers."""
+        """Bytes of the results in `checkpoint_names`, for each token: their part of host memory,
+        which is reserved before JAX starts."""
 
     @abc.abstractmethod
     def forward_flops(

@@ -23,15 +23,11 @@ from jaxsp.blocks.block import (
     MixerInput,
     NextToken,
     RowInputs,
-    Workload,
 )
-from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
-from jaxsp.blocks.config import LayerConfig, ModelConfig
-from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, NormNames
 from jaxsp.blocks.layers import Parameter, RowGroups, Weights, declare_param, scale
-from jaxsp.blocks.linear import Linear
+from jaxsp.blocks.linear import Keys, Linear
 from jaxsp.delta_rule import delta_rule, kernels
-from jaxsp.delta_rule.delta_rule import CHUNK_TOKENS, Sections
 from jaxsp.delta_rule.spans import (
     OwnSegments,
     RowSpans,
@@ -294,41 +290,9 @@ class DeltaNet(Mixer):
             out, state = delta_rule.compute_token(token.states["state"], *qkv, *strengths)
         return out, LayerCache(tokens={}, states={"before": before, "state": state})
 
-    def product_width(self, config: ModelConfig, workload: Workload) -> int:
-        sizes = _sizes(config)
-        return sizes.num_channels + sizes.num_heads * (sizes.value_size + 2) + config.hidden_size
-
     def output_bytes(self, config: ModelConfig, itemsize: int) -> int:
         sizes = _sizes(config)
         return sizes.num_heads * sizes.value_size * itemsize
-
-    def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
-        """The inputs and their gradients, and arrays of all chunks. The kernel `xla` adds about
-        nine float32 arrays for each matrix of the maps that are computed at a time."""
-        sizes = _sizes(config)
-        H = sizes.num_heads
-        K = sizes.key_size
-        V = sizes.value_size
-        choice = workload.attention
-        num_rows = workload.rows.num_rows
-        spans = RowSpans(
-            seq=choice.strategy.seq,
-            layout=choice.strategy.layout,
-            tokens_per_device=workload.tokens_per_device // num_rows,
-        )
-        sections = Sections.divide(spans, num_heads=H)
-        tokens = sections.padded_tokens
-        itemsize = workload.itemsize
-        if sizes.kernel == "jla":
-            # States of chunks and their gradients; dq and dk of each value head, and the inverses
-            chunks = tokens // 64 * 2 * K * V + tokens * (2 * K + 64)
-            working = 0
-        else:
-            chunks = tokens // CHUNK_TOKENS * (K * K + 3 * K * V + CHUNK_TOKENS * (K + V))
-            working = 9 * 4 * sections.at_a_time * H * CHUNK_TOKENS**2
-        inputs = 4 * (sizes.num_channels + H * V) * tokens * itemsize
-        filtered = 4 * sizes.num_channels * tokens
-        return num_rows * (chunks * H * itemsize + working + inputs + filtered)
 
     def forward_flops(
         self, config: ModelConfig, layer: LayerConfig, segment_lengths: np.ndarray

@@ -1,9 +1,10 @@
-"""Experts as the feed-forward of a layer: a router chooses some of them for each token.
+"""Experts as the feed-forward of a layer, also beside an MLP: a router chooses some for each token.
 
 Dims: T tokens, E experts, K experts of a token, F elements between an expert's matrices; else as in
 `blocks.layers`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -11,20 +12,28 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxsp.blocks.block import FeedForward, FeedForwardCost, Statistics
-from jaxsp.blocks.block_config import ExpertsConfig
-from jaxsp.blocks.config import Lora, ModelConfig
-from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, RowGroups, activate, declare_param, scale
-from jaxsp.blocks.linear import Linear
+from jaxsp.blocks.block import FeedForward, Statistics
+from jaxsp.blocks.config import ExpertsConfig, Lora, ModelConfig
+from jaxsp.blocks.layers import (
+    NormWithoutWeight,
+    Parameter,
+    RowGroups,
+    activate,
+    apply_norm,
+    declare_norm,
+    declare_param,
+    scale,
+)
+from jaxsp.blocks.linear import Keys, Linear
 from jaxsp.blocks.mlp import Mlp
-from jaxsp.experts import kernels, routing, tiled
+from jaxsp.experts import kernels, routing
 
 
 class Experts(FeedForward):
     """The weighted sum of the chosen experts, each of which is an `Mlp`, and of a shared one."""
 
     checkpoint_names = Mlp.checkpoint_names  # of the shared expert; the others are recomputed
+    has_statistics = True
 
     def __init__(self, config: ModelConfig):
         sizes = _sizes(config)
@@ -188,33 +197,18 @@ class Experts(FeedForward):
         return text
 
     @staticmethod
-    def cost(config: ModelConfig) -> FeedForwardCost:
-        """Gradients of all places, and of slots in the order of tokens; statistics of
-        `experts.routing.measure`."""
+    def has_kept_products(config: ModelConfig) -> bool:
+        return _sizes(config).shared_size is not None
+
+    @staticmethod
+    def tile_width(config: ModelConfig) -> int:
+        """Gradients of all places, of which a third may be empty (`places.choose_tiles`), and of
+        slots in the order of tokens; with kernels, all that places have, inputs and gradients."""
         sizes = _sizes(config)
-        D = config.hidden_size
-        F = sizes.size
-        shared_size = sizes.shared_size or 0
-        empty = 0
-        # Of the places, a third may be empty (`tiled.choose_tiles`)
-        of_slots = 5 * sizes.num_chosen // 2 * D
+        per_slot = 5 * config.hidden_size / 2
         if sizes.kernel != "xla":
-            # All places at once, with empty ones of each expert's last tile
-            of_slots = sizes.num_chosen * _place_elements(config)
-            empty = (tiled.KERNEL_TILE - 1) * sizes.num_experts * _place_elements(config)
-        gradients = 3 * sizes.num_experts * F * D
-        if config.lora is not None:
-            targets = config.lora.target_parameters
-            gate_up, down = (name in targets for name in sizes.adapted_tensors)
-            per_rank = gate_up * (D + 2 * F) + down * (F + D)
-            gradients = sizes.num_experts * config.lora.rank * per_rank
-        return FeedForwardCost(
-            saved_width=2 * shared_size,
-            backward_width=of_slots + 4 * shared_size,
-            fixed_elements=empty,
-            statistics_width=2 * sizes.num_experts + 2,
-            gradient_elements=gradients,
-        )
+            per_slot = 4 * config.hidden_size + 6 * sizes.size
+        return int(sizes.num_chosen * per_slot) + 4 * (sizes.shared_size or 0)
 
     @staticmethod
     def active_fraction(config: ModelConfig, param: Parameter) -> float:
@@ -222,9 +216,58 @@ class Experts(FeedForward):
         return 1.0 if param.num_experts is None else sizes.num_chosen / sizes.num_experts
 
 
-def _place_elements(config: ModelConfig) -> int:
-    """Inputs and outputs of a place, gate, up and what they are joined to, and all gradients."""
-    return 4 * config.hidden_size + 6 * _sizes(config).size
+class MlpAndExperts(FeedForward):
+    """The sum of an MLP and of experts, each after a norm of its own.
+
+    Experts and their router have norms of the residual as their inputs.
+
+    Source: Gemma 4 (Gemma4TextDecoderLayer of transformers).
+    """
+
+    checkpoint_names = Mlp.checkpoint_names
+    has_statistics = True
+    reads_residual = True
+
+    def __init__(self, config: ModelConfig):
+        D = config.hidden_size
+        norm = functools.partial(declare_norm, D, config=config)
+        self.mlp = Mlp(config)
+        self.mlp_norm = norm("post_feedforward_layernorm_1")
+        self.experts_input_norm = norm("pre_feedforward_layernorm_2")
+        self.experts = Experts(config)
+        self.experts_norm = norm("post_feedforward_layernorm_2")
+        self.router_norm = NormWithoutWeight(config)
+        vector = Parameter(shape=(D,), hf_name="router.scale", mean=1.0, compute_dtype="float32")
+        self.router_scale: nnx.Param = declare_param(vector)
+
+    def __call__(
+        self,
+        x: Float[Array, "B l D"],
+        keys: Keys | None = None,
+        residual: Float[Array, "B l D"] | None = None,
+    ) -> tuple[Float[Array, "B l D"], Statistics]:
+        assert residual is not None, "the layer passes it"
+        # In float32 and broadcast, so that the gradient of the scale is summed in float32
+        router_input = self.router_norm(residual.astype(jnp.float32))
+        scale = self.router_scale[...].astype(jnp.float32) * x.shape[-1] ** -0.5
+        router_input *= jnp.broadcast_to(scale, x.shape)
+        experts_input = apply_norm(self.experts_input_norm, residual)
+        of_experts, statistics = self.experts(experts_input, keys, router_input)
+        of_mlp, _ = self.mlp(x, keys)
+        out = apply_norm(self.mlp_norm, of_mlp) + apply_norm(self.experts_norm, of_experts)
+        return out, statistics
+
+    @staticmethod
+    def describe(config: ModelConfig, tokens_per_device: int | None) -> str:
+        return f"an MLP and {Experts.describe(config, tokens_per_device)}"
+
+    @staticmethod
+    def tile_width(config: ModelConfig) -> int:
+        return Mlp.tile_width(config) + Experts.tile_width(config)
+
+    @staticmethod
+    def active_fraction(config: ModelConfig, param: Parameter) -> float:
+        return Experts.active_fraction(config, param)
 
 
 def _sizes(config: ModelConfig) -> ExpertsConfig:

@@ -1,10 +1,12 @@
-"""Linear layers, and the adapters beside them.
+"""Linear layers, the adapters beside them, and dropout before adapters.
 
 Dims: i and o, a matrix's inputs and outputs; r and s, an adapter's rank; else as in
 `blocks.layers`.
 """
 
 import functools
+import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from jaxsp.blocks import adapted, dropout, float8, layers
+from jaxsp.blocks import float8, layers
 from jaxsp.blocks.config import Lora, ModelConfig
-from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
+
+Keys = UInt32[Array, "B l two"]
+"""Data of one random key for each token, as of `jax.random.key_data`."""
 
 
 class Linear(nnx.Module):
@@ -96,6 +100,95 @@ def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array
 multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
+# Products of activations with a frozen matrix and the adapter beside it, as one product:
+#
+#     y  = x W^T + s (x A^T) B^T
+#     dx = dy W + s (dy B) A
+#
+# The second terms are little arithmetic, but each reads and writes an array as large as the first.
+# So the wider side of a matrix is multiplied once: x and s x A^T beside each other with W and B
+# beside each other, and the same for dx. Beside each other is a copy of the narrower side.
+
+_MIN_RATIO = 2
+"""Minimum ratio of the sides of a matrix for which the copy pays."""
+
+_RANK_MULTIPLE = 8
+"""Divisor of ranks that GPUs multiply fast beside the matrix."""
+
+
+def is_joined_faster(x: Float[Array, "... i"], weight_oi: Float[Array, "o i"], rank: int) -> bool:
+    """True if one product is faster: for gate, up and down of most models and many tokens."""
+    narrow, wide = sorted(weight_oi.shape)
+    num_tokens = math.prod(x.shape[:-1])
+    # The copy of the matrix is small beside the activations
+    return rank % _RANK_MULTIPLE == 0 and wide >= _MIN_RATIO * narrow and 2 * num_tokens >= wide
+
+
+def multiply_adapted(
+    x: Float[Array, "... i"],
+    weight_oi: Float[Array, "o i"],
+    a_ri: Float[Array, "r i"],
+    b_or: Float[Array, "o r"],
+    scale: float,
+) -> Float[Array, "... o"]:
+    """x W^T + scale * (x A^T) B^T in the dtype of x; gradients of A and B have their dtypes.
+
+    Precision: like the frozen product's; intermediate values of dim r are in the dtype of x.
+    """
+    product = _multiply_adapted(x, weight_oi, a_ri, b_or, scale)
+    return checkpoint_name(product, layers.PRODUCT_NAME)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _multiply_adapted(x: Array, weight_oi: Array, a_ri: Array, b_or: Array, scale: float) -> Array:
+    return _adapted_forward(x, weight_oi, a_ri, b_or, scale)[0]
+
+
+def _adapted_forward(
+    x: Array, weight_oi: Array, a_ri: Array, b_or: Array, scale: float
+) -> tuple[Array, tuple[Array, ...]]:
+    dtype = x.dtype
+    reduced = layers.scale(jnp.einsum("...i,ri->...r", x, a_ri.astype(dtype)), scale)
+    o, i = weight_oi.shape
+    if o > i:
+        joined = jnp.concatenate([x, reduced], axis=-1)
+        y = jnp.einsum("...i,oi->...o", joined, _beside(weight_oi, b_or, dtype))
+    else:
+        y = jnp.einsum("...i,oi->...o", x, weight_oi.astype(dtype))
+        y = y + jnp.einsum("...r,or->...o", reduced, b_or.astype(dtype))
+    return y, (x, weight_oi, a_ri, b_or, reduced)
+
+
+def _adapted_backward(
+    scale: float, residuals: tuple[Array, ...], dy: Array
+) -> tuple[Array, Array, Array, Array]:
+    x, weight_oi, a_ri, b_or, reduced = residuals
+    dtype = x.dtype
+    o, i = weight_oi.shape
+    if o > i:
+        joined = jnp.einsum("...o,oi->...i", dy, _beside(weight_oi, b_or, dtype))
+        dreduced = layers.scale(joined[..., i:], scale)
+        dx = joined[..., :i] + jnp.einsum("...r,ri->...i", dreduced, a_ri.astype(dtype))
+    else:
+        dreduced = layers.scale(jnp.einsum("...o,or->...r", dy, b_or.astype(dtype)), scale)
+        joined = jnp.concatenate([dy, dreduced], axis=-1)
+        below = jnp.concatenate([weight_oi.astype(dtype), a_ri.astype(dtype)])
+        dx = jnp.einsum("...o,oi->...i", joined, below)
+    return (
+        dx,
+        jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=weight_oi.dtype),
+        jnp.einsum("...r,...i->ri", dreduced, x, preferred_element_type=a_ri.dtype),
+        jnp.einsum("...o,...r->or", dy, reduced, preferred_element_type=b_or.dtype),
+    )
+
+
+_multiply_adapted.defvjp(_adapted_forward, _adapted_backward)
+
+
+def _beside(weight_oi: Array, b_or: Array, dtype: jnp.dtype) -> Array:
+    return jnp.concatenate([weight_oi.astype(dtype), b_or.astype(dtype)], axis=1)
+
+
 class LoraAdapter(nnx.Module):
     """Adapter of a projection: see `blocks.config.Lora`. Names are those of PEFT.
 
@@ -150,12 +243,12 @@ class LoraAdapter(nnx.Module):
         a_ri = self.a[...]
         b_or = self.b[...]
         is_plain = keys is None and product is multiply
-        if is_plain and adapted.is_faster(x, weight_oi, a_ri.shape[0]):
-            y = adapted.multiply(x, weight_oi, a_ri, b_or, self.scale)
+        if is_plain and is_joined_faster(x, weight_oi, a_ri.shape[0]):
+            y = multiply_adapted(x, weight_oi, a_ri, b_or, self.scale)
         else:
             y = product(x, weight_oi)
             if keys is not None:
-                x = dropout.drop(x, keys, name=self.name, rate=self.dropout)
+                x = drop(x, keys, name=self.name, rate=self.dropout)
             y = y + scale(multiply(multiply(x, a_ri), b_or), self.scale)
         if self.magnitude is None:
             return y
@@ -193,3 +286,44 @@ def declare_fused(linear: functools.partial, rows: list[int], *, hf_name: str) -
         )
         parts.append(part)
     return parts
+
+
+# Dropout, whose mask depends on the step, the row and the token, and not on the mesh
+
+
+def make_token_keys(
+    *,
+    seed: int,
+    step: Int32[Array, ""],
+    rows_B: Int32[Array, "B"],
+    tokens_l: Int32[Array, "l"],
+) -> Keys:
+    """Keys of tokens in a step. Args: rows_B: rows' indices in the step. tokens_l: in the row."""
+    step_key = jax.random.fold_in(jax.random.key(seed), step)
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
+    row_keys_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, rows_B)
+    return jax.random.key_data(fold(row_keys_B, tokens_l))
+
+
+def fold_layer(keys: Keys | None, layer: Int32[Array, ""] | None) -> Keys | None:
+    """Keys of the tokens in a layer; None without dropout."""
+    if keys is None or layer is None:
+        return None
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))
+    return jax.random.key_data(fold(jax.random.wrap_key_data(keys), layer))
+
+
+def drop(x: Float[Array, "B l i"], keys: Keys, *, name: str, rate: float) -> Float[Array, "B l i"]:
+    """x with a fraction `rate` of its elements set to 0, and the others divided by 1 - rate.
+
+    Args: name: what is dropped; different names have different masks.
+    """
+    salt = zlib.crc32(name.encode())
+
+    def draw(key_data: UInt32[Array, "two"]) -> UInt32[Array, "i"]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), salt)
+        return jax.random.bits(key, x.shape[-1:], jnp.uint32)
+
+    bits = jax.vmap(jax.vmap(draw))(keys)
+    is_kept = bits >= jnp.uint32(round(rate * 2**32))
+    return jnp.where(is_kept, x / jnp.asarray(1 - rate, x.dtype), 0)

@@ -5,11 +5,10 @@ import functools
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxsp.blocks.block import FeedForward, FeedForwardCost, Statistics
+from jaxsp.blocks.block import FeedForward, Statistics
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import activate
-from jaxsp.blocks.linear import Linear, declare_fused
+from jaxsp.blocks.linear import Keys, Linear, declare_fused
 
 
 class Mlp(FeedForward):
@@ -43,6 +42,6 @@ class Mlp(FeedForward):
         return "an MLP"
 
     @staticmethod
-    def cost(config: ModelConfig) -> FeedForwardCost:
+    def tile_width(config: ModelConfig) -> int:
         """Gate and up; and the gradients of both."""
-        return FeedForwardCost(2 * config.intermediate_size, 4 * config.intermediate_size)
+        return 4 * config.intermediate_size

@@ -4,9 +4,8 @@ from jaxsp.blocks.attention import Attention
 from jaxsp.blocks.block import FeedForward, Mixer
 from jaxsp.blocks.config import ATTENTION, DELTA_NET, EXPERTS, MLP, MLP_AND_EXPERTS
 from jaxsp.blocks.delta_net import DeltaNet
-from jaxsp.blocks.experts import Experts
+from jaxsp.blocks.experts import Experts, MlpAndExperts
 from jaxsp.blocks.mlp import Mlp
-from jaxsp.blocks.mlp_and_experts import MlpAndExperts
 
 MIXERS: dict[str, Mixer] = {
     ATTENTION: Attention(),

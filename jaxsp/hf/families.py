@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxsp.blocks.block_config import DeltaNetNames, ExpertNames, NormNames
-from jaxsp.blocks.config import QueryScale
+from jaxsp.blocks.config import DeltaNetNames, ExpertNames, NormNames, QueryScale
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError
 from jaxsp.hf.rope import FULL_ATTENTION, ORIGINAL, PARTIAL, SLIDING_ATTENTION, RopeSupport

@@ -11,13 +11,15 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.blocks.block_config import ClampedGate, DeltaNetConfig, ExpertsConfig
 from jaxsp.blocks.config import (
     ATTENTION,
     DELTA_NET,
     EXPERTS,
     MLP,
     MLP_AND_EXPERTS,
+    ClampedGate,
+    DeltaNetConfig,
+    ExpertsConfig,
     LayerConfig,
     LayerSizes,
     ModelConfig,

@@ -12,12 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.attend import Attend
-from jaxsp.blocks import dropout, layers, registry
+from jaxsp.blocks import layers, linear, registry
 from jaxsp.blocks.block import LayerOutput, Mixer, RowInputs
 from jaxsp.blocks.config import ATTENTION, MLP, LayerKind, ModelConfig
-from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Gather, Norm, Parameter, declare_param
-from jaxsp.blocks.linear import multiply
+from jaxsp.blocks.linear import Keys, multiply
 from jaxsp.core.batch import Batch
 from jaxsp.delta_rule import spans
 from jaxsp.model import layer_stack, tiling
@@ -197,9 +196,36 @@ def hidden_states(
         tokens of each row, [layers, B, ...].
     """
     x_BlD = compute_first_input(shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype)
+    x_BlD, sums = run_layers(
+        shards,
+        x_BlD,
+        batch,
+        config=config,
+        attend=attend,
+        gather=gather,
+        policy=policy,
+        tile_tokens=tile_tokens,
+        token_keys=token_keys,
+    )
+    return apply_last_norm(shards, x_BlD, config=config, gather=gather), sums
+
+
+def run_layers(
+    shards: layers.Weights,
+    x_BlD: Float[Array, "B l D"],
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    attend: Attend,
+    gather: Gather,
+    policy: RematPolicy,
+    tile_tokens: int,
+    token_keys: Keys | None,
+) -> tuple[Float[Array, "B l D"], Sums]:
+    """Output of the last layer, and sums of the layers. Args: see `hidden_states`."""
     of_kinds = make_layers(config, attend, gather, tile_tokens)
     tables = make_segment_tables(of_kinds, batch)
-    x_BlD, sums = layer_stack.run_layers(
+    return layer_stack.run_layers(
         of_kinds,
         x_BlD,
         split_kinds(config, shards["layers"]),
@@ -210,7 +236,6 @@ def hidden_states(
         gather=gather,
         shared=make_shared(shards, x_BlD, config=config, gather=gather),
     )
-    return apply_last_norm(shards, x_BlD, config=config, gather=gather), sums
 
 
 def compute_first_input(
@@ -289,7 +314,7 @@ class DecoderLayer(Layer):
     def project(
         self, shards: layers.Weights, x_BlD: Array, indices: LayerIndices, arrays: LayerArrays
     ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
-        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
+        keys = linear.fold_layer(arrays.token_keys, indices.layer)
         inputs, carried = tiling.apply_in_tiles(
             self._bind("pre_attention"),
             self.params["pre_attention"],
@@ -360,7 +385,7 @@ class DecoderLayer(Layer):
         if (name := self.config.stored_keys) is not None:
             *others, k_BlGK, v_BlGK = others
             stored = {layer_stack.STORED: {name: (k_BlGK, v_BlGK)}}
-        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
+        keys = linear.fold_layer(arrays.token_keys, indices.layer)
         params = {x: self.params["post_attention"][x] for x in shards}
         x_BlD, statistics = tiling.apply_in_tiles(
             self._bind("post_attention"),
@@ -460,7 +485,7 @@ def make_segment_tables(of_kinds: dict[LayerKind, DecoderLayer], batch: Batch) -
 def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Array, "B l"] | None:
     """False at padding; None if no layer has statistics."""
     blocks = [registry.FEED_FORWARDS[kind.feed_forward] for kind in config.kinds]
-    if not any(block.cost(config).statistics_width for block in blocks):
+    if not any(block.has_statistics for block in blocks):
         return None
     row_spans = spans.RowSpans(
         seq=attend.strategy.seq,

@@ -22,6 +22,7 @@ Whole weights are never kept; they are gathered again. (A name-based policy cann
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,16 @@ class RematPolicy:
         )
         return [part for part in parts if part[0]]
 
+    def count_kept(self, model: ModelConfig) -> int:
+        """Number of layers that keep products of their feed-forward, if `is_mlp_saved`. Whole
+        periods of layers keep them."""
+        return sum(
+            len(periods) * sum(has_products(model, kind) for kind in segment.period)
+            for segment in model.segments
+            for periods, of_part in self.divide(segment, model.num_layers)
+            if of_part.is_mlp_saved
+        )
+
     def num_groups(self, num_layers: int) -> int:
         """Number of groups of layers of which one input is kept until the backward pass."""
         return -(-num_layers // self.offload_every)
@@ -119,13 +130,17 @@ class RematPolicy:
         return self.offload_activations == "layer_inputs_and_attention"
 
 
-def has_saved_products(config: ModelConfig) -> bool:
-    """False if `save_attention_and_mlp` keeps no more than `save_attention`: experts are
-    recomputed."""
-    return any(
-        registry.FEED_FORWARDS[kind.feed_forward].cost(config.of_kind(kind)).saved_width
-        for kind in config.kinds
-    )
+def has_products(model: ModelConfig, kind: LayerKind) -> bool:
+    """False if `save_attention_and_mlp` keeps no more than `save_attention` in layers of a kind:
+    experts are recomputed."""
+    return registry.FEED_FORWARDS[kind.feed_forward].has_kept_products(model.of_kind(kind))
+
+
+def list_kept(model: ModelConfig) -> list[int]:
+    """Number of layers that keep products with `kept_mlp_layers` of 0, 1, ... up to all."""
+    make = functools.partial(RematPolicy, remat="save_attention_and_mlp")
+    numbers = range(model.num_layers + 1)
+    return [make(kept_mlp_layers=number).count_kept(model) for number in numbers]
 
 
 def name_layer_input(x: Array) -> Array:

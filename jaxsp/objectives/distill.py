@@ -75,12 +75,6 @@ class Distill(TokenObjective):
             reason = f"without {HERE}.teacher: the model itself is the teacher."
             yield from self._find_unused(names, reason)
 
-    @property
-    def bytes_per_logit(self) -> int:
-        if self.predictions is not None:
-            return 6 if self.sft_weight else 4
-        return {"forward_kl": 1, "reverse_kl": 2, "jsd": 6}[self.divergence]
-
     def losses(self, tokens: TileTokens) -> tuple[Any, dict[str, Any]]:
         import jax
         import jax.numpy as jnp

@@ -47,12 +47,6 @@ class Objective(ConfigSection):
         """Those of `needs` that must be equal for all loss tokens of a document."""
         return ()
 
-    @property
-    def bytes_per_logit(self) -> int:
-        """Bytes of memory for each logit of the model in a tile, in addition to those of cross
-        entropy and of the teacher's logits: an estimate, from compiled programs for GPUs."""
-        return 0
-
     def find_divisor(self, counts: Mapping[str, Any]) -> Any:
         """Number that the sum of the losses of a step is divided by.
 
@@ -123,10 +117,6 @@ class TokenObjective(Objective, abc.ABC):
         """Losses and numbers of the tokens of a tile, with their cross entropies."""
         losses_X, numbers = self.losses(tokens)
         return losses_X, {"cross_entropy": -tokens.logps_X} | numbers
-
-    @property
-    def bytes_per_logit(self) -> int:
-        return 2
 
     @property
     def has_document_sums(self) -> bool:

@@ -1,84 +1,63 @@
-"""Formulas for a step's memory on the device and on the host."""
+"""Memory of a step: what it needs on the device, from its traced program, and on the host, by
+formulas; and what is available to it."""
 
-from typing import NamedTuple
+import functools
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from jaxsp.attention import nodes
+from jaxsp.attention.strategy import Strategy
+from jaxsp.attention.workload import AttentionWorkload, count_workloads
 from jaxsp.blocks import layers, registry
-from jaxsp.blocks.block import FeedForwardCost
-from jaxsp.blocks.config import LayerKind, ModelConfig
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
+from jaxsp.core import axes
+from jaxsp.core.batch import Batch
 from jaxsp.core.units import GIB
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.optimizers import optimizer
+from jaxsp.planning import gpus, live_bytes
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.system import device_mesh
-from jaxsp.training import specs
+from jaxsp.system import device_mesh, hardware
+from jaxsp.system.device_memory import MemoryLimit
+from jaxsp.training import microbatch, specs, step_gradients, train_state
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_config import StepConfig
 
 
 def predict_bytes(spec: StepSpec) -> int:
-    """Predicts a step's memory on each device, in bytes.
-
-    Arguments, gradients and saved activations are live during the whole step. The largest of four
-    phases is added: the backward pass of a layer's MLP, that of its attention, the loss, and the
-    gradient of the embedding.
-    """
-    resident = resident_bytes(spec)
-    return int(resident.weights + resident.moments + max(find_phases(spec).values()))
-
-
-def find_phases(spec: StepSpec) -> dict[str, int]:
-    """Finds the bytes of each phase of a step beside its arguments, by the phase's name."""
-    model = spec.model
-    resident = resident_bytes(spec)
-    gradients = resident.gradients
-    saved = resident.activations
-    prefetched = 2 * step_offloaded_bytes(spec).activations // model.num_layers
-    if spec.remat_policy.has_own_backward_pass:  # it reads an input when it needs it
-        prefetched = 0
-    in_layer = saved + gradients + prefetched
-    # Before the loss there are no gradients of this step's first microbatch
-    loss_gradients = gradients if spec.num_microbatches > 1 else 0
-    embedding = 2 * _stream_bytes(spec)
-    if spec.table["embedding"].is_trainable:
-        embedding += 4 * model.vocab_size * model.hidden_size
-    if model.has_embedding_norm:  # its input is kept
-        embedding += _stream_bytes(spec)
-    phases = {
-        "the backward pass of an MLP": in_layer
-        + max(_feed_forward_bytes(spec, kind) for kind in model.kinds),
-        "the backward pass of attention": in_layer
-        + max(_mixer_bytes(spec, kind) for kind in model.kinds),
-        "the loss": saved + loss_gradients + _loss_bytes(spec),
-        "the gradient of the embedding": gradients + embedding,
-    }
-    if (teacher := spec.teacher) is not None:
-        layer = max(_feed_forward_bytes(teacher, kind) for kind in teacher.model.kinds)
-        phases["the teacher's forward pass"] = loss_gradients + layer
-    return phases
-
-
-# Arrays that are live during most of a step
+    """Predicts a step's memory on each device, in bytes: its state, and the most that the traced
+    program of the gradients needs at once."""
+    state, batch = train_state.abstract_inputs(spec)
+    compute = functools.partial(step_gradients.compute_gradients, spec)
+    peak = live_bytes.find_peak(
+        jax.make_jaxpr(compute)(state.master, batch),
+        workspace_bytes=spec.attention.workspace_bytes,
+    )
+    held = resident_bytes(spec)
+    return held.weights + held.moments + peak
 
 
 class ResidentBytes(NamedTuple):
-    """Bytes of a device's arrays that are live during most of a step."""
+    """Bytes of a device's weights and their gradients, and of the optimizer state."""
 
     weights: int
     """Float32 weights, copies in the compute dtype of those in host memory, and frozen weights."""
     moments: int
     """Bytes of the optimizer state, such as AdamW's moments."""
     gradients: int
-    activations: int
-    """Activations that all layers save for the backward pass, and embeddings before their norm."""
 
 
 def resident_bytes(spec: StepSpec) -> ResidentBytes:
-    """Arrays that a device holds during most of a step."""
+    """Weights, optimizer state and gradients that a device holds."""
     weights = moments = gradients = 0
     for param in jax.tree.leaves(spec.state_table):
         weight, state = _held_bytes(spec, param)
@@ -92,15 +71,7 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
             gradients += 4 * size
             if is_stacked_on_host and spec.has_offloaded_state:
                 weights += spec.dtype.itemsize * size
-    activations = _stream_bytes(spec) if spec.model.has_embedding_norm else 0
-    activations += _shared_bytes(spec)
-    if spec.teacher is not None:  # its hidden states
-        activations += _stream_bytes(spec.teacher)
-    for segment in spec.model.segments:
-        for periods, policy in spec.remat_policy.divide(segment, spec.model.num_layers):
-            saved = (_saved_bytes(spec, kind, policy) for kind in segment.period)
-            activations += len(periods) * sum(saved)
-    return ResidentBytes(weights, moments, gradients, activations)
+    return ResidentBytes(weights, moments, gradients)
 
 
 def _held_bytes(spec: StepSpec, param: Parameter) -> tuple[int, int]:
@@ -112,112 +83,45 @@ def _held_bytes(spec: StepSpec, param: Parameter) -> tuple[int, int]:
     return sharding.shard_bytes(param, num_shards), sum(state)
 
 
-def _stream_bytes(spec: StepSpec) -> int:
-    """Bytes of a layer's input."""
-    return spec.tokens_per_device * spec.model.hidden_size * spec.dtype.itemsize
+def saved_bytes(spec: StepSpec) -> int:
+    """Bytes on the device of what all layers save for the backward pass: the arrays that the vjp
+    of the layers keeps, except its inputs."""
+    saved = 0
 
+    def trace(master: layers.Weights, batch: Batch) -> jax.Array:
+        batch = jax.tree.map(lambda x: x[0], batch.without_pairs())
+        keys = microbatch.make_token_keys(spec, batch, jnp.int32(0), 0)
+        values = spec.select_own(master)
+        holders = spec.gather.make_grad_holders(spec.table, values)
 
-def _shared_bytes(spec: StepSpec) -> int:
-    """Bytes of arrays that several layers share, and of their gradients, which are float32."""
-    model = spec.model
-    width = model.hidden_size if model.per_layer_size else 0
-    for kind in model.kinds:
-        if kind.sizes is not None and kind.sizes.stored_keys is not None:
-            width += 2 * kind.sizes.num_kv_heads * kind.sizes.head_dim
-    return 2 * 4 * width * spec.tokens_per_device
+        def run(holders: layers.Weights, x_BlD: jax.Array, values: layers.Weights) -> Any:
+            make_shard = lambda _, value, holder: sharding.Shard(value=value, grad_holder=holder)
+            shards = jax.tree.map(make_shard, spec.table, values, holders)
+            return decoder.run_layers(
+                shards,
+                x_BlD,
+                batch,
+                config=spec.model,
+                attend=spec.attend,
+                gather=spec.gather,
+                policy=spec.remat_policy,
+                tile_tokens=spec.mlp_tile,
+                token_keys=keys,
+            )
 
+        def keep(holders: layers.Weights, x_BlD: jax.Array, values: layers.Weights) -> list:
+            run_own = functools.partial(run, values=values)
+            return jax.tree.leaves(jax.vjp(run_own, holders, x_BlD)[1])
 
-def kept_mlp_widths(model: ModelConfig) -> list[int]:
-    """Elements for each token of the MLP's products that are kept with `kept_mlp_layers` of 0, 1,
-    ... up to all. Whole periods of layers keep them, so that some numbers keep no more."""
+        x_BlD = jnp.zeros((*batch.tokens_BL.shape, spec.model.hidden_size), spec.dtype)
+        nonlocal saved
+        saved = live_bytes.sum_results(jax.make_jaxpr(keep)(holders, x_BlD, values))
+        return jnp.int32(0)
 
-    def count(number: int) -> int:
-        policy = RematPolicy(remat="save_attention_and_mlp", kept_mlp_layers=number)
-        return sum(
-            len(periods) * _feed_forward_cost(model, kind).saved_width
-            for segment in model.segments
-            for periods, of_part in policy.divide(segment, model.num_layers)
-            if of_part.is_mlp_saved
-            for kind in segment.period
-        )
-
-    return [count(number) for number in range(model.num_layers + 1)]
-
-
-def _feed_forward_cost(model: ModelConfig, kind: LayerKind) -> FeedForwardCost:
-    return registry.FEED_FORWARDS[kind.feed_forward].cost(model.of_kind(kind))
-
-
-def _saved_bytes(spec: StepSpec, kind: LayerKind, policy: RematPolicy) -> int:
-    """Bytes of a layer's activations that are saved on the device for the backward pass."""
-    model = spec.model.of_kind(kind)
-    mixer = registry.MIXERS[kind.mixer]
-    width = 0 if policy.is_input_offloaded else model.hidden_size
-    # Activations of tiles are not saved
-    has_tiles = spec.mlp_tile < spec.tokens_per_device
-    if (policy.is_mlp_saved or policy.are_products_saved) and not has_tiles:
-        width += _feed_forward_cost(model, kind).saved_width
-    if policy.are_products_saved:
-        width += mixer.product_width(model, spec.workload)
-    per_token = spec.dtype.itemsize * width
-    if policy.is_attention_saved and not policy.is_attention_offloaded:
-        per_token += mixer.output_bytes(model, spec.dtype.itemsize)
-    return spec.tokens_per_device * per_token
-
-
-# Phases
-
-
-def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
-    """Bytes of the backward pass of a layer's feed-forward."""
-    model = spec.model
-    itemsize = spec.dtype.itemsize
-    tokens = spec.tokens_per_device
-    tile = min(spec.mlp_tile, tokens)
-    stream = _stream_bytes(spec)
-
-    def count_elements(params: layers.Weights) -> int:
-        matrices = (p for p in jax.tree.leaves(params) if p.is_matrix and not p.is_adapter)
-        return sum(param.size for param in matrices)
-
-    params = decoder.split_kinds(model, spec.table["layers"])[kind]["post_attention"]
-    weights = count_elements(params)
-    cost = _feed_forward_cost(model, kind)
-    live = tile * cost.backward_width + cost.fixed_elements
-    # Statistics are float32, and have gradients
-    live = itemsize * live + 2 * 4 * tokens * cost.statistics_width
-    has_gradients = model.lora is None
-    own_sums = 4 * cost.gradient_elements
-    if tile < tokens:
-        activations = live + 2 * stream + 5 * tile * model.hidden_size * itemsize
-        return activations + (itemsize + 4 * has_gradients) * weights + own_sums
-    gradients = 5 * count_elements(params["mlp"]) // 3 * has_gradients
-    return live + 6 * stream + itemsize * weights + max(gradients, own_sums)
-
-
-def _mixer_bytes(spec: StepSpec, kind: LayerKind) -> int:
-    """Bytes of the backward pass of a layer's mixer: the maximum of the layers of a kind."""
-    params = decoder.split_kinds(spec.model, spec.table["layers"])[kind]
-    weights = sum(param.size for param in jax.tree.leaves(params))
-    backward = registry.MIXERS[kind.mixer].backward_bytes(spec.model.of_kind(kind), spec.workload)
-    # The layer's input and its gradient, or a copy of a gradient for the all-to-all
-    num_streams = 1 if spec.remat_policy.offloads_during_attention else 2
-    return backward + num_streams * _stream_bytes(spec) + spec.dtype.itemsize * weights
-
-
-def _loss_bytes(spec: StepSpec) -> int:
-    model = spec.model
-    tokens = spec.tokens_per_device
-    tile = min(spec.loss_tile, tokens)
-    head = model.num_logits * model.hidden_size
-    head_gradient = 4 * head if decoder.lm_head(spec.table).is_trainable else 0
-    logits = (6 + spec.objective.bytes_per_logit) * tile * model.num_logits + head_gradient
-    if tile == tokens:
-        logits = max(logits - head_gradient, 2 * tile * model.num_logits + head_gradient)
-    if (teacher := spec.teacher) is not None:
-        head += teacher.model.num_logits * teacher.model.hidden_size
-        logits += 4 * tile * teacher.model.num_logits
-    return spec.dtype.itemsize * head + logits + 2 * _stream_bytes(spec)
+    run_on_mesh = functools.partial(step_gradients.run_on_mesh, spec, trace)
+    state, batch = train_state.abstract_inputs(spec)
+    jax.eval_shape(functools.partial(run_on_mesh, out_specs=PartitionSpec()), state.master, batch)
+    return saved
 
 
 # Host memory
@@ -320,3 +224,72 @@ def step_offloaded_bytes(spec: StepSpec) -> OffloadedBytes:
 def pool_bytes(offloaded: OffloadedBytes) -> int:
     """Size for XLA's pool of pinned host memory: the formula, and a margin for other arrays."""
     return int(1.1 * offloaded.total) + 2 * GIB
+
+
+# Available memory
+
+FRAGMENTATION_FRACTION = 0.022
+"""Fraction of JAX's part of a device that is left free: 2 % of the device. The step's temporaries
+need one contiguous block, and loading weights leaves holes."""
+
+CUDA_BYTES = GIB
+"""Memory of a device for CUDA's context, kernels, cuBLAS and cuDNN, outside of JAX's part."""
+
+COMMUNICATOR_BYTES = 1.2 * GIB
+"""NCCL's buffers for each communicator. Source: NVIDIA/nccl issue 864: 1.6 GB for one, 6 GB for
+three or more; issue 1685: 1.06 GB on 8 H100s."""
+
+ALL_TO_ALL_BYTES = 3.3 * GIB
+"""NCCL's additional buffers for all-to-alls among the 8 GPUs of a node, with 7 peers each. Source:
+NVIDIA/nccl issue 1685: 4.34 GB after the first all-to-all, 1.06 before."""
+
+REMOTE_PEER_BYTES = gpus.ASSUMED["all"]["remote_peer_gib"][0] * GIB
+"""NCCL's additional buffers for all-to-alls with each peer on another node."""
+
+
+def subtract_reserves(spec: StepSpec, limits: MemoryLimit) -> MemoryLimit:
+    """Memory available to a step, after fragmentation, CUDA, NCCL and checkpoints.
+
+    Args: limits: JAX's fraction of a device (`hardware.gpu_memory_fraction`), and a device's
+        part of its node's memory.
+    """
+    if math.isinf(limits.device):  # CPUs
+        return limits
+    fraction = hardware.gpu_memory_fraction(os.environ)
+    memory = limits.device / fraction
+    # In a run, `raise_limits` has already reduced JAX's fraction; in a plan, nothing has
+    fraction = min(fraction, hardware.choose_fraction(memory, outside_bytes(spec)))
+    device = memory * fraction * (1 - FRAGMENTATION_FRACTION)
+    return MemoryLimit(device, limits.host - checkpoint_bytes(spec), limits.pool)
+
+
+def outside_bytes(spec: StepSpec) -> float:
+    """Estimate of a device's memory that a step needs outside of JAX's part, for CUDA and NCCL."""
+    workloads = count_workloads(spec.config.rows, spec.model)
+    return CUDA_BYTES + nccl_bytes(spec.mesh.shape, spec.attention.strategy, workloads)
+
+
+def nccl_bytes(
+    sizes: Mapping[str, int], strategy: Strategy, workloads: Iterable[AttentionWorkload] = ()
+) -> float:
+    """Estimate of NCCL's buffers on each device, with hardware.DEVICES_PER_NODE devices per node.
+
+    Args: sizes: of the mesh's axes. workloads: attention of the layers, if it is known.
+    """
+    node_size = hardware.DEVICES_PER_NODE
+    all_to_all_size = strategy.heads.degree
+    peers = min(all_to_all_size, node_size) - 1
+    remote_peers = max(0, all_to_all_size - node_size)
+    # Groups of devices in which the first device communicates
+    numbers = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in axes.ALL])
+    along = [
+        numbers[tuple(slice(None) if axis in names else 0 for axis in axes.ALL)]
+        for names in ((axes.SEQ,), axes.ALL, axes.SHARDS, axes.GROUPS, (axes.REPLICA,))
+    ]
+    groups = [*along[1:], *(along[0][positions] for positions in strategy.communicators())]
+    communicators = {frozenset(group.ravel().tolist()) for group in groups if group.size > 1}
+    # XLA's permutes have one of their own, of all devices. Source: GpuCliqueKey's is_p2p, and
+    # GetP2PConfigForCollectivePermute, openxla/xla xla/backends/gpu/runtime
+    has_permutes = any(nodes.PERMUTE in strategy.sent_bytes(each) for each in workloads)
+    buffers = (len(communicators) + has_permutes) * COMMUNICATOR_BYTES
+    return buffers + ALL_TO_ALL_BYTES * peers / (node_size - 1) + REMOTE_PEER_BYTES * remote_peers

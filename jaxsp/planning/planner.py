@@ -13,23 +13,12 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
-from jaxsp.planning import (
-    absent,
-    candidates,
-    descriptions,
-    estimate,
-    fit,
-    hlo,
-    limits,
-    memory_problems,
-    step_time,
-)
+from jaxsp.planning import absent, candidates, estimate, fit, hlo, step_time
 from jaxsp.planning.absent import Cluster
 from jaxsp.planning.fit import CompiledStep
 from jaxsp.planning.hlo import Collective
 from jaxsp.planning.step_time import TimeEstimate
 from jaxsp.system import device_mesh, hardware
-from jaxsp.training import step_descriptions
 from jaxsp.training.specs import find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
 
@@ -116,12 +105,10 @@ class Plan:
     """Size of XLA's pools of pinned host memory on a node. Each device has one pool. Its size is a
     power of two, up to a limit."""
     memory: Mapping[str, float]
-    """Device memory by cause: see descriptions.CAUSES. All except `reserved` add up to device_gib.
+    """Device memory by cause: see fit.CAUSES. All except `reserved` add up to device_gib.
     """
     host_memory: Mapping[str, float]
     """Host memory of a node by cause. Adds up to host_gib."""
-    peak_phase: str
-    """Phase of the step that needs most device memory, by formula."""
     sent_bytes: float
     """Bytes that a device sends in a step, read from the compiled program."""
     collectives: Sequence[PlannedCollective]
@@ -188,7 +175,7 @@ def plan_step(
     devices = absent.make_devices(cluster.device_type, cluster.num_devices)
     spec = make_spec(config, model, devices=devices, device_bytes=int(cluster.memory_limit.device))
     spec = dataclasses.replace(spec, has_split_pairs=_has_split_pairs(config, document_tokens))
-    limit = limits.subtract_reserves(spec, cluster.memory_limit)
+    limit = estimate.subtract_reserves(spec, cluster.memory_limit)
     fitted = fit.fit(
         spec,
         limit=limit._replace(device=limit.device * (1 - cluster.headroom)),
@@ -201,21 +188,20 @@ def plan_step(
     limit = fitted.memory_limit
     if fitted.shortage:
         is_device_short = use.device_total > limit.device
-        suggestions = memory_problems.suggest_changes(spec, is_device_short=is_device_short)
+        suggestions = candidates.suggest_changes(spec, is_device_short=is_device_short)
     elif fits_larger_microbatch(fitted):
         count = 2 * config.microbatch_rows
         suggestions = [f"batch.rows_per_microbatch={count}, which gathers weights half as often"]
     spec = fitted.spec
     config = spec.config
     choice = spec.attention
-    options = (descriptions.describe(spec), step_descriptions.describe_products(spec))
+    options = (fit.describe(spec), step_descriptions.describe_products(spec))
 
     # Memory
-    causes = descriptions.find_causes(fitted)
+    causes = fit.find_causes(fitted)
     device_memory = {name: size / GIB for name, size in causes.device.items()}
     device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
     node_gib = cluster.node_devices / GIB
-    phases = estimate.find_phases(spec)
     pool_bytes = 0.0
     if use.host:
         largest = estimate.pool_bytes(estimate.step_offloaded_bytes(spec))
@@ -275,7 +261,6 @@ def plan_step(
         host_pool_gib=pool_bytes * node_gib,
         memory=device_memory,
         host_memory={name: size * node_gib for name, size in causes.host.items()},
-        peak_phase=max(phases, key=lambda phase: phases[phase]),
         sent_bytes=sum((sent.total_bytes for sent in collectives), start=0.0),
         collectives=_sum_collectives(collectives, spec.mesh.shape, timed, node_devices),
         model_flops=model_flops,
@@ -327,7 +312,7 @@ def _find_problems(
     config: StepConfig, model: ModelConfig, cluster: Cluster, document_tokens: int | None
 ) -> list[str]:
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
-    found = memory_problems.find_problems(config, platform="gpu", model=model)
+    found = candidates.find_problems(config, platform="gpu", model=model)
     found += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     layout = None
     try:

@@ -4,14 +4,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxsp.core import axes, errors, units
-from jaxsp.planning import descriptions, gpus, longest, meshes, step_time
-from jaxsp.planning.longest import LongestRow, TriedLength
-from jaxsp.planning.meshes import MeshPlan
+from jaxsp.planning import fit, gpus, searches, step_time
 from jaxsp.planning.planner import RESERVED, Plan
+from jaxsp.planning.searches import LongestRow, MeshPlan, TriedLength
 
-_MEMORY = dict(descriptions.CAUSES) | {
-    RESERVED: "for CUDA's context, NCCL's buffers and fragmentation"
-}
+_MEMORY = dict(fit.CAUSES) | {RESERVED: "for CUDA's context, NCCL's buffers and fragmentation"}
 """Causes of device memory, with what belongs to each."""
 
 _LABEL_WIDTH = 12
@@ -92,7 +89,7 @@ def _format_attention(plan: Plan) -> str:
 
 def _list_memory(plan: Plan) -> Iterator[tuple[str, str]]:
     """Labels and texts of memory by cause, largest first."""
-    yield "memory", f"GiB on each device at its peak, by cause; most in {plan.peak_phase}"
+    yield "memory", "GiB on each device at its peak, by cause"
     for name, size in sorted(plan.memory.items(), key=lambda pair: (pair[0] == RESERVED, -pair[1])):
         if size >= 0.005:
             yield "", f"{size:8.2f}  {name}: {_MEMORY[name]}"
@@ -240,9 +237,10 @@ def format_longest(result: LongestRow, *, seconds: float) -> str:
     if plan.step_s_estimate is not None:
         step = f"a step takes about {format_step_time(plan.step_s_estimate)} (estimate)"
     return (
-        f"longest row: {plan.row_tokens:,} tokens, remat {plan.remat}, with {longest.HEADROOM:.0%} "
-        f"of the device left free; {step}. {failing.row_tokens:,} do not fit: {reason}. "
-        f"{len(result.tried)} lengths compiled in {units.format_seconds(round(seconds))}"
+        f"longest row: {plan.row_tokens:,} tokens, remat {plan.remat}, with "
+        f"{searches.HEADROOM:.0%} of the device left free; {step}. {failing.row_tokens:,} do not "
+        f"fit: {reason}. {len(result.tried)} lengths compiled in "
+        f"{units.format_seconds(round(seconds))}"
     )
 
 
@@ -291,7 +289,7 @@ def format_comparison(plans: Sequence[Plan], *, tokens: float | None) -> str:
 
 
 def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
-    """Formats planned meshes as a table, in the order of `meshes.sort_by_rank`.
+    """Formats planned meshes as a table, in the order of `searches.sort_by_rank`.
 
     Rows per microbatch have a column if some mesh has several.
     """
@@ -310,7 +308,7 @@ def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
             row |= _list_columns(plan) | {"rank": str(mesh_plan.rank or "-")}
             head = [*row]
         rows.append([*row.values()])
-    percent = 100 * (meshes.SAME_TIME_FACTOR - 1)
+    percent = 100 * (searches.SAME_TIME_FACTOR - 1)
     return (
         f"{format_table(head, rows)}\n{_ESTIMATES_NOTE}. Meshes within {percent:.0f} % have the "
         "same rank, the smallest seq first. Nothing was measured"

@@ -15,7 +15,7 @@ from jaxsp.evaluation import retrieval
 from jaxsp.hf import context_range, folder, multimodal
 from jaxsp.objectives.distill import find_teacher
 from jaxsp.optimizers import optimizer
-from jaxsp.planning import descriptions
+from jaxsp.planning import fit
 from jaxsp.run.build import Run
 from jaxsp.sharding import sharding
 from jaxsp.system import device_mesh
@@ -95,7 +95,7 @@ def describe_run(run: Run) -> tuple[list[tuple[str, str]], list[tuple[str, str]]
         ("mesh", mesh + auto.get("mesh.seq", "")),
         ("weights", sharding.describe(spec.state_table, num_shards), ""),
         ("attention", attention, attention_short),
-        ("memory", descriptions.describe(spec), ""),
+        ("memory", fit.describe(spec), ""),
         # to all if the config has some
         ("XLA", xla, xla if has_xla_options else ""),
         ("output", *_describe_output(run)),

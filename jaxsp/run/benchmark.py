@@ -18,7 +18,7 @@ import numpy as np
 from jaxsp.attention.workload import HasHeads
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
-from jaxsp.planning import fit, gpus, meshes, report, step_time
+from jaxsp.planning import fit, gpus, report, searches, step_time
 from jaxsp.run import build, config_file, metrics, selfcheck
 from jaxsp.run.config_file import Config
 from jaxsp.system import hardware
@@ -105,7 +105,7 @@ def benchmark_meshes(
     config = config_file.load(path, list(overrides))
     num_devices = config.mesh.virtual_cpu_devices or hardware.count_gpus(os.environ) or 1
     results: dict[str, BenchmarkResult | str] = {}
-    for mesh, option in meshes.list_combinations(config.step, model, num_devices=num_devices):
+    for mesh, option in searches.list_combinations(config.step, model, num_devices=num_devices):
         label = f"{report.format_mesh(mesh)}, {option.label}"
         changes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
         changes += [f"attention.{x}={json.dumps(y)}" for x, y in option.config_fields.items()]

@@ -23,7 +23,7 @@ from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import decoder
 from jaxsp.objectives.distill import Distill
 from jaxsp.optimizers import param_groups
-from jaxsp.planning import candidates, memory_problems
+from jaxsp.planning import candidates
 from jaxsp.run import data_sets, model_files, references, resume, selfcheck
 from jaxsp.run.config_file import Config
 from jaxsp.run.model_files import InitialWeights, StopTokens
@@ -310,7 +310,7 @@ def _resolve_step(
     if model is not None:
         with problems.collect():
             spec = make_spec(config, model, devices=devices)
-    problems += memory_problems.find_problems(config, platform=devices[0].platform, model=model)
+    problems += candidates.find_problems(config, platform=devices[0].platform, model=model)
     with problems.collect():
         problems += find_division_problems(
             config,

@@ -15,7 +15,7 @@ from jaxsp.core import units
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import context_range, folder, peft, published
 from jaxsp.objectives.distill import find_teacher
-from jaxsp.planning import absent, longest, meshes, planner, report
+from jaxsp.planning import absent, planner, report, searches
 from jaxsp.planning.absent import Cluster
 from jaxsp.planning.planner import Plan
 from jaxsp.run import preview
@@ -104,11 +104,11 @@ def plan(
     if len(clusters) > 1:
         result = _compare(clusters, plan_one, console, tokens=tokens)
     elif mode == "meshes":
-        combinations = meshes.list_combinations(step, model, num_devices=cluster.num_devices)
+        combinations = searches.list_combinations(step, model, num_devices=cluster.num_devices)
         num = len(combinations)
         console.print(f"{num} combinations of mesh and attention strategy to compile:")
         counts = (f"{number} of {num}" for number in itertools.count(1))
-        mesh_plans = meshes.plan_meshes(
+        mesh_plans = searches.plan_meshes(
             step,
             model=model,
             cluster=cluster,
@@ -122,7 +122,7 @@ def plan(
     elif mode == "longest":
         began = time.perf_counter()
         console.print(f"the longest row on {devices_text}:")
-        row = longest.find_longest_row(
+        row = searches.find_longest_row(
             step,
             model=model,
             cluster=cluster,

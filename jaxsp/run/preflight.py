@@ -26,7 +26,7 @@ from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
 from jaxsp.hf import model_config, peft
-from jaxsp.planning import descriptions, estimate, fit, limits
+from jaxsp.planning import estimate, fit
 from jaxsp.planning.candidates import list_degrees
 from jaxsp.planning.fit import CompiledStep
 from jaxsp.run import console as output
@@ -99,12 +99,12 @@ def estimate_outside_bytes(
         with contextlib.suppress(UserError):  # reported later, with all others
             sizes = device_mesh.resolve_axis_sizes(candidate.mesh, num_devices)
             if model is None:
-                nccl_bytes.append(limits.nccl_bytes(sizes, combine(candidate.mesh.degree)))
+                nccl_bytes.append(estimate.nccl_bytes(sizes, combine(candidate.mesh.degree)))
             else:
                 strategy = choose_strategy(candidate.attention, candidate.rows, model)
                 workloads = count_workloads(candidate.rows, model)
-                nccl_bytes.append(limits.nccl_bytes(sizes, strategy, workloads))
-    return limits.CUDA_BYTES + max(nccl_bytes)
+                nccl_bytes.append(estimate.nccl_bytes(sizes, strategy, workloads))
+    return estimate.CUDA_BYTES + max(nccl_bytes)
 
 
 def check_agreement(run: Run) -> None:
@@ -203,6 +203,6 @@ def compile_step(spec: StepSpec, console: rich.console.Console) -> tuple[Compile
     step = fit.compile_fitting_step(spec, on_candidate=print_candidate)
     seconds = time.perf_counter() - began
     text = f"the step was compiled in {units.format_seconds(round(seconds, 1))}; "
-    output.print_line(console, text + descriptions.describe_compiled(step))
+    output.print_line(console, text + fit.describe_compiled(step))
     fit.reserve_host_memory(spec, step.memory_use.host)
     return step, seconds

@@ -19,7 +19,7 @@ from jaxsp.config import config_file
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.model import flops
-from jaxsp.planning import descriptions
+from jaxsp.planning import fit
 from jaxsp.planning.fit import CompiledStep
 from jaxsp.run import metrics, trackers
 from jaxsp.run.build import Run
@@ -128,7 +128,7 @@ def describe_start(run: Run, step: CompiledStep, *, compile_s: float) -> StartLi
         jax_version=jax.__version__,
         python_version=platform.python_version(),
         compile_s=round(compile_s, 3),
-        memory=dataclasses.asdict(descriptions.find_causes(step)),
+        memory=dataclasses.asdict(fit.find_causes(step)),
     )
 
 

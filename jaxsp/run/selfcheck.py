@@ -21,7 +21,7 @@ from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.strategy import Strategy, combine
 from jaxsp.blocks import float8
-from jaxsp.blocks.block_config import DeltaNetConfig
+from jaxsp.blocks.config import DeltaNetConfig
 from jaxsp.core.errors import UserError, first_line
 from jaxsp.core.layout import KEPT_ORDER
 from jaxsp.core.units import GIB

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxsp.blocks import dropout, layers
-from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks import layers, linear
+from jaxsp.blocks.linear import Keys
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, Batch, step_row_index
 from jaxsp.delta_rule import spans
@@ -181,7 +181,7 @@ def make_token_keys(
     num_groups = device_mesh.num_groups(spec.mesh)
     slots_B = jax.lax.axis_index(axes.GROUPS) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     places_l = jax.lax.axis_index(axes.SEQ) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
-    return dropout.make_token_keys(
+    return linear.make_token_keys(
         seed=spec.config.seed,
         step=step,
         rows_B=step_row_index(

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jaxsp.attention.attend import Attend, make_chosen_attend
 from jaxsp.attention.selection import AttentionChoice, choose_attention
 from jaxsp.blocks import float8, layers, registry
-from jaxsp.blocks.block import Workload
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, errors
@@ -96,11 +95,6 @@ class StepSpec:
     def attend(self) -> Attend:
         """Attention as the model calls it."""
         return make_chosen_attend(self.attention)
-
-    @property
-    def workload(self) -> Workload:
-        """Inputs of the cost of a layer's blocks."""
-        return Workload(attention=self.attention, rows=self.config.rows)
 
     @property
     def placement(self) -> RowPlacement:
@@ -225,7 +219,7 @@ class StepSpec:
         # About 1.5 times what the feed-forward's backward pass needs, and five float32 numbers for
         # each model dim
         width = max(
-            registry.FEED_FORWARDS[kind.feed_forward].cost(self.model.of_kind(kind)).backward_width
+            registry.FEED_FORWARDS[kind.feed_forward].tile_width(self.model.of_kind(kind))
             for kind in self.model.kinds
         )
         per_token = 3 * width // 2 * self.dtype.itemsize + 20 * self.model.hidden_size

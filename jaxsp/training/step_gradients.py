@@ -49,7 +49,7 @@ def compute_gradients(
         return _local_gradients(spec, master, batch, jnp.asarray(step, jnp.int32))
 
     out_specs = (_weight_specs(spec), PartitionSpec())
-    gradients, sums = _run_on_mesh(spec, local, master, batch, out_specs=out_specs)
+    gradients, sums = run_on_mesh(spec, local, master, batch, out_specs=out_specs)
     return gradients, sums | metric_table.compute_metrics(sums)
 
 
@@ -171,7 +171,7 @@ def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -
         return BatchLosses(losses_BL, outcomes_BL, _sum_over_mesh(spec, sums, batch))
 
     specs = BatchLosses(PER_TOKEN, PER_TOKEN, PartitionSpec())  # type: ignore[arg-type]
-    return _run_on_mesh(spec, local, master, batch, out_specs=specs)
+    return run_on_mesh(spec, local, master, batch, out_specs=specs)
 
 
 def compute_numbers(
@@ -187,7 +187,7 @@ def compute_numbers(
         compute_rows = lambda rows: microbatch.compute_numbers(spec, shards, rows, compute)
         return jax.lax.map(compute_rows, batch.without_pairs())
 
-    return _run_on_mesh(spec, local, master, batch, out_specs=PER_TOKEN)
+    return run_on_mesh(spec, local, master, batch, out_specs=PER_TOKEN)
 
 
 def _make_shards(spec: StepSpec, master: layers.Weights) -> Shards:
@@ -253,7 +253,7 @@ def _weight_specs(spec: StepSpec) -> Any:
     )
 
 
-def _run_on_mesh(
+def run_on_mesh(
     spec: StepSpec,
     local: Callable,
     master: layers.Weights,

@@ -30,7 +30,7 @@ from jaxsp.attention.kernels.cudnn_limits import CallSplit
 from jaxsp.attention.kernels.kernel import AttentionWorkload, KernelSettings
 from jaxsp.checkpoint import reader, run_paths, writer
 from jaxsp.core.units import GIB
-from jaxsp.planning import limits
+from jaxsp.planning import estimate
 from jaxsp.run import benchmark, preflight
 from jaxsp.sharding import host_offload
 from jaxsp.system import device_memory, hardware
@@ -203,13 +203,13 @@ def measure_outside(folder: pathlib.Path) -> list[Number]:
     jax.block_until_ready(jax.jit(jax.shard_map(exchange, mesh=mesh, **specs, check_vma=False))(x))
     pool = devices[0].memory_stats()["bytes_limit"]
     outside = _read_used_bytes() - pool
-    estimate = limits.CUDA_BYTES
+    expected = estimate.CUDA_BYTES
     if len(devices) > 1:
         peers = min(len(devices), hardware.DEVICES_PER_NODE) - 1
-        estimate += limits.COMMUNICATOR_BYTES
-        estimate += limits.ALL_TO_ALL_BYTES * peers / (hardware.DEVICES_PER_NODE - 1)
+        expected += estimate.COMMUNICATOR_BYTES
+        expected += estimate.ALL_TO_ALL_BYTES * peers / (hardware.DEVICES_PER_NODE - 1)
     name = f"memory outside of JAX's part, {len(devices)} GPUs"
-    return [Number(name, outside / GIB, "GiB", 0.2 * estimate / GIB, estimate / GIB)]
+    return [Number(name, outside / GIB, "GiB", 0.2 * expected / GIB, expected / GIB)]
 
 
 def _read_used_bytes() -> int:

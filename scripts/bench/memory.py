@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxsp.core.errors import UserError
-from jaxsp.planning import descriptions, gpus
+from jaxsp.planning import fit, gpus
 from jaxsp.run.config_file import Config
 from scripts.bench import configs, machine, report, results
 
@@ -111,7 +111,7 @@ def format_case(case: Case, result: dict[str, Any]) -> str:
     text = f"{case.num_devices} x {DEVICE}  {case.row_tokens:>9,} tokens  {case.options:<17}"
     if result["status"] != report.OK:
         return f"{text} {result['status']}: {result['message']}"
-    cudnn_gib = result["memory"].get(descriptions.WORKSPACE, 0.0)
+    cudnn_gib = result["memory"].get(fit.WORKSPACE, 0.0)
     fits = "fits" if result["fits"] else "does not fit"
     return (
         f"{text} {result['device_gib']:7.1f} GiB on each device ({cudnn_gib:.1f} of them for "

@@ -20,7 +20,7 @@ from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.attention.selection import KERNELS
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
-from jaxsp.planning import descriptions, fit
+from jaxsp.planning import fit
 from jaxsp.run import build, metrics
 from jaxsp.system import jax_platform
 from jaxsp.training import train_state
@@ -125,7 +125,7 @@ def describe_step(fitted: Any, kernel: str) -> dict[str, Any]:
         "kernel_used": find_kernel(text, kernel),
         "workspace_gib": None if workspace is None else workspace / units.GIB,
         "remat_used": fitted.spec.remat_policy.remat,
-        "memory_used": descriptions.describe(fitted.spec),
+        "memory_used": fit.describe(fitted.spec),
         "planned_gib": fitted.memory_use.device_total / units.GIB,
         "host_gib": fitted.memory_use.host / units.GIB,
     }

@@ -311,9 +311,6 @@ class GatherAll(TokenExchange):
     def sent_bytes(self, workload):
         return {"all-gather": (self.degree - 1) * sum(workload.qkv_bytes)}
 
-    def backward_bytes(self, workload, settings):
-        return 4 * self.degree * sum(workload.qkv_bytes)
-
     def make_functions(self, kernel, settings, score):
         rows = kernel.make_row_functions(settings, score)
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxsp.blocks import registry
-from jaxsp.blocks.block import FeedForward, FeedForwardCost, Mixer, MixerInput
+from jaxsp.blocks.block import FeedForward, Mixer, MixerInput
 from jaxsp.blocks.config import LayerConfig
 from jaxsp.blocks.layers import Parameter, declare_param
 from jaxsp.blocks.linear import Linear
@@ -70,9 +70,6 @@ class FirstToken(Mixer):
 
     checkpoint_names = ("first_token_out",)
 
-    def __init__(self, backward_elements=0):
-        self.backward_elements = backward_elements
-
     def declare_input(self, config):
         return FirstTokenInput(config)
 
@@ -106,19 +103,13 @@ class FirstToken(Mixer):
         factor = jnp.broadcast_to(weights["factor"], value_BlX.shape)
         return checkpoint_name(value_BlX + factor * first_BlX, *self.checkpoint_names)
 
-    def product_width(self, config, workload):
-        return X + config.hidden_size
-
     def output_bytes(self, config, itemsize):
         return X * itemsize
 
-    def backward_bytes(self, config, workload):
-        return self.backward_elements * workload.itemsize
-
-    def sent_bytes(self, config, workload):
+    def sent_bytes(self, spec):
         """Tokens are gathered twice, for the gradient of the factor too."""
-        others = workload.attention.strategy.seq - 1
-        sent = others * workload.tokens_per_device * X * workload.itemsize
+        others = spec.attention.strategy.seq - 1
+        sent = others * spec.tokens_per_device * X * spec.dtype.itemsize
         return {"all-gather": 2.0 * sent, "reduce-scatter": 1.0 * sent} if others else {}
 
     def forward_flops(self, config, layer, segment_lengths):
@@ -144,8 +135,8 @@ class SquaredMlp(FeedForward):
         return "a squared MLP"
 
     @staticmethod
-    def cost(config):
-        return FeedForwardCost(saved_width=T, backward_width=2 * T)
+    def tile_width(config):
+        return 2 * T
 
     @staticmethod
     def active_fraction(config, param):
@@ -178,7 +169,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device_and_bytes_those_of_the_form
     runs.check_gradients(run, runs.draw_weights(MODEL), runs.ROWS, record_property)
     collectives = hlo.parse_collectives(run.gradients.as_text())
     num_microbatches = len(runs.ROWS["tokens_BL"]) // 2
-    for operation, size in FirstToken().sent_bytes(MODEL, run.spec.workload).items():
+    for operation, size in FirstToken().sent_bytes(run.spec).items():
         expected = num_microbatches * NUM_NEW * size
         assert sent_bytes.sum_bytes(collectives, operation=operation, scope=SCOPE) == expected
 

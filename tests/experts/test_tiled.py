@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.blocks.block_config import ClampedGate, ExpertsConfig
-from jaxsp.blocks.config import EXPERTS, LayerConfig
+from jaxsp.blocks.config import EXPERTS, ClampedGate, ExpertsConfig, LayerConfig
 from jaxsp.blocks.experts import Experts
 from jaxsp.experts import routing, tiled
 from tests import batches

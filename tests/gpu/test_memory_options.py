@@ -18,7 +18,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.model import decoder
-from jaxsp.planning import fit, memory_problems
+from jaxsp.planning import candidates, fit
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.run import config_file, selfcheck
 from jaxsp.sharding import host_offload
@@ -101,7 +101,7 @@ def make_program(gpu, memory, dtype="bfloat16", xla_options=None):
             "memory": memory,
         }
     )
-    if problems := memory_problems.find_problems(config.step, platform=gpu.platform):
+    if problems := candidates.find_problems(config.step, platform=gpu.platform):
         pytest.skip(problems[0])
     return dataclasses.replace(make_spec(config.step, MODEL, devices=[gpu]), num_steps=3)
 

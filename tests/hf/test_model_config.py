@@ -9,8 +9,7 @@ import pytest
 import transformers
 import yaml
 
-from jaxsp.blocks.block_config import DeltaNetConfig
-from jaxsp.blocks.config import LayerConfig, ModelConfig, QueryScale
+from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, QueryScale
 from jaxsp.core.errors import UserError, at
 from jaxsp.hf import config_fields, families, model_config, published
 from jaxsp.hf.model_source import ModelSourceConfig

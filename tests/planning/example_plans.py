@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxsp.planning import descriptions, planner, step_time
+from jaxsp.planning import fit, planner, step_time
 from jaxsp.planning.planner import Plan, PlannedCollective
 
 _ALL_TO_ALL = PlannedCollective(
@@ -49,9 +49,8 @@ def make_plan(**changes):
         "host_gib": 0.0,
         "host_limit_gib": 1960.0,
         "host_pool_gib": 0.0,
-        "memory": {descriptions.WEIGHTS: 10.0, descriptions.OTHER: 20.0, planner.RESERVED: 6.3},
+        "memory": {fit.WEIGHTS: 10.0, fit.OTHER: 20.0, planner.RESERVED: 6.3},
         "host_memory": {},
-        "peak_phase": "the loss",
         "sent_bytes": 2.0e9,
         "collectives": [_ALL_TO_ALL],
         "model_flops": 2e15,

@@ -7,7 +7,7 @@ import pytest
 
 from jaxsp.hf import model_config
 from jaxsp.model import adapters
-from jaxsp.planning import absent
+from jaxsp.planning import absent, estimate
 from jaxsp.run import config_file
 from jaxsp.training.specs import make_spec
 
@@ -64,6 +64,33 @@ def gpu_step(*, data, seq, num_heads, microbatches, num_layers=4, is_tied=False)
         tie_word_embeddings=is_tied,
     )
     return step(config, absent.make_devices("h100-80gb", data * seq))
+
+
+def save_simply(spec):
+    """Stands for `estimate.saved_bytes`, without tracing."""
+    model = spec.model
+    policy = spec.remat_policy
+    width = 0 if policy.is_input_offloaded else model.num_layers * model.hidden_size
+    if policy.is_attention_saved:
+        width += model.num_layers * model.num_heads * model.head_dim
+    if policy.is_mlp_saved:
+        width += 2 * policy.count_kept(model) * model.intermediate_size
+    return spec.dtype.itemsize * spec.tokens_per_device * width
+
+
+def predict_simply(spec):
+    """Stands for `estimate.predict_bytes`, without tracing."""
+    state = sum(estimate.resident_bytes(spec))
+    tiles = 8 * spec.mlp_tile * spec.model.intermediate_size
+    tiles += 6 * spec.loss_tile * spec.model.vocab_size
+    streams = 12 * spec.tokens_per_device * spec.model.hidden_size
+    return state + save_simply(spec) + tiles + streams
+
+
+def simplify_predictions(monkeypatch):
+    """For tests of choices by memory, which predict that of many steps."""
+    monkeypatch.setattr(estimate, "predict_bytes", predict_simply)
+    monkeypatch.setattr(estimate, "saved_bytes", save_simply)
 
 
 def segment_lengths(step):

@@ -12,8 +12,7 @@ import jax
 
 from jaxsp.attention.workload import count_workloads
 from jaxsp.blocks import layers
-from jaxsp.blocks.block import Workload
-from jaxsp.blocks.config import DELTA_NET, ModelConfig
+from jaxsp.blocks.config import DELTA_NET
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.delta_rule.spans import RowSpans
@@ -72,7 +71,7 @@ def step_bytes(spec: StepSpec) -> dict[str, float]:
         )
     num_layers = sum(layer.mixer == DELTA_NET for layer in model.layers)
     if num_layers:
-        for operation, size in delta_net_bytes(model, spec.workload).items():
+        for operation, size in delta_net_bytes(spec).items():
             totals[operation] += num_microbatches * num_layers * size
     return dict(totals)
 
@@ -178,24 +177,25 @@ def exchange_bytes(param: Parameter, num_shards: int, itemsize: int) -> dict[str
     return {"all-to-all": 2 * itemsize * num_matrices * size * (1 - 1 / num_shards)}
 
 
-def delta_net_bytes(config: ModelConfig, workload: Workload) -> dict[str, float]:
+def delta_net_bytes(spec: StepSpec) -> dict[str, float]:
     """Maps of states, and the tokens before each span, in the forward pass, its repetition
     and the backward pass."""
-    sizes = config.delta_net
-    seq = workload.attention.strategy.seq
+    sizes = spec.model.delta_net
+    strategy = spec.attention.strategy
+    seq = strategy.seq
     if seq == 1:
         return {}
-    rows = workload.rows.num_rows
+    rows = spec.config.microbatch_rows
     state = 4 * sizes.num_heads * sizes.key_size * sizes.value_size
     whole_map = state + 4 * sizes.num_heads * sizes.key_size**2
-    halo = (sizes.filter_size - 1) * sizes.num_channels * workload.itemsize
-    layout = workload.attention.strategy.layout
+    halo = (sizes.filter_size - 1) * sizes.num_channels * spec.dtype.itemsize
+    layout = strategy.layout
     if layout.keeps_order:
         # The last exchange of the prefix needs no m, and its result is sent once more
         num_exchanges = math.ceil(math.log2(seq))
         sent = (num_exchanges - 1) * whole_map + 2 * state + halo
         return {"collective-permute": 3.0 * rows * sent}
-    spans = RowSpans(seq=seq, layout=layout, tokens_per_device=workload.tokens_per_device // rows)
+    spans = RowSpans(seq=seq, layout=layout, tokens_per_device=spec.tokens_per_device // rows)
     num_others = rows * spans.count * (seq - 1)
     return {
         "all-gather": num_others * (3.0 * whole_map + 2 * halo),

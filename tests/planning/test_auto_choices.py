@@ -10,12 +10,13 @@ from jaxsp.attention.kernels.cudnn import CudnnKernel
 from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
-from jaxsp.planning import candidates, estimate, limits
+from jaxsp.planning import candidates, estimate
 from jaxsp.run import config_file
 from jaxsp.system import hardware
 from jaxsp.system.device_memory import MemoryLimit
 from jaxsp.training.specs import make_spec
 from tests import batches, messages
+from tests.planning import programs
 
 FIELDS = batches.SMALL_LLAMA | {
     "num_hidden_layers": 48,
@@ -66,10 +67,15 @@ def needed(config, seq, remat):
     )
 
 
+@pytest.fixture(autouse=True)
+def simple_predictions(monkeypatch):
+    programs.simplify_predictions(monkeypatch)
+
+
 @pytest.fixture
 def whole_limits(monkeypatch):
     """The step may use all memory of the limits."""
-    monkeypatch.setattr(limits, "subtract_reserves", lambda spec, memory: memory)
+    monkeypatch.setattr(estimate, "subtract_reserves", lambda spec, memory: memory)
 
 
 @pytest.mark.usefixtures("whole_limits")

@@ -211,7 +211,7 @@ def test_delta_nets_send_maps_of_states_and_the_tokens_before_a_span(strategy, o
     )
     step = programs.step(config, jax.devices()[:4])
     sent = hlo.parse_collectives(step.dump.hlo_text)
-    expected = sent_bytes.delta_net_bytes(step.spec.model, step.spec.workload)
+    expected = sent_bytes.delta_net_bytes(step.spec)
     assert expected.keys() == operations
     for operation, size in expected.items():
         actual = sent_bytes.sum_bytes(sent, operation=operation, scope=delta_net.SCOPE)

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxsp.core import units
-from jaxsp.planning import absent, estimate, fit, limits
+from jaxsp.planning import absent, estimate, fit
 from jaxsp.planning.candidates import MAX_PREDICTED_RATIO, list_candidates
 from jaxsp.planning.estimate import OffloadedBytes
 from jaxsp.planning.fit import MemoryUse
@@ -22,6 +22,13 @@ from tests.planning import programs
 from tests.training import runs
 
 GIB = units.GIB
+
+
+@pytest.fixture(autouse=True)
+def simple_predictions(request, monkeypatch):
+    if request.node.get_closest_marker("e2e") is None:
+        programs.simplify_predictions(monkeypatch)
+
 
 LARGE = batches.model(
     vocab_size=128_256,
@@ -282,7 +289,7 @@ def of_kind(sizes, **kind):
 def test_nccl_takes_memory_for_each_communicator_and_each_peer_of_an_all_to_all(
     sizes, inner, expected
 ):
-    actual = limits.outside_bytes(of_kind(sizes, ulysses_degree=inner))
+    actual = estimate.outside_bytes(of_kind(sizes, ulysses_degree=inner))
     assert actual == pytest.approx((1 + expected) * GIB), "1 GiB for CUDA"
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxsp.hf import model_config
-from jaxsp.planning import absent, descriptions, longest, planner
+from jaxsp.planning import absent, fit, planner, searches
 from tests.planning import example_plans, programs
 
 MODEL = model_config.parse_model_config(programs.LLAMA)
@@ -19,7 +19,7 @@ def search_row(monkeypatch, make, *words, has_splits=False):
     """
     lengths = []
     if not has_splits:
-        monkeypatch.setattr(longest, "_find_next_split", lambda *given, **named: None)
+        monkeypatch.setattr(searches, "_find_next_split", lambda *given, **named: None)
 
     def plan_step(config, *, model, cluster):
         # Products of the MLP would fill the memory that tells how much longer rows need
@@ -32,7 +32,7 @@ def search_row(monkeypatch, make, *words, has_splits=False):
     monkeypatch.setattr(planner, "plan_step", plan_step)
     words = ("mesh.seq=8", "data.row_tokens=131072", "batch.rows_per_microbatch=auto", *words)
     config = programs.settings(*words).step
-    return longest.find_longest_row(config, model=MODEL, cluster=CLUSTER), lengths
+    return searches.find_longest_row(config, model=MODEL, cluster=CLUSTER), lengths
 
 
 def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
@@ -48,8 +48,8 @@ def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
         device_gib=device,
         host_gib=host,
         memory={
-            descriptions.WEIGHTS: fixed,
-            descriptions.OTHER: device - fixed,
+            fit.WEIGHTS: fixed,
+            fit.OTHER: device - fixed,
             planner.RESERVED: 6.3,
         },
     )
@@ -66,9 +66,9 @@ def test_the_longest_row_is_found_to_1_percent_in_at_most_6_plans(monkeypatch, l
     best = result.plan.row_tokens
     assert best <= limit < result.shortest_failing.row_tokens
     assert result.shortest_failing.row_tokens - best <= max(
-        longest.PRECISION * best, longest.LENGTH_UNIT * 8
+        searches.PRECISION * best, searches.LENGTH_UNIT * 8
     )
-    assert best % (longest.LENGTH_UNIT * 8) == 0
+    assert best % (searches.LENGTH_UNIT * 8) == 0
     assert len(lengths) <= 6
     assert [length.row_tokens for length in result.tried] == sorted(set(lengths))
 
@@ -81,10 +81,10 @@ def test_three_percent_of_the_device_stays_free(monkeypatch):
         clusters.append(cluster)
         return line(config.row_tokens)
 
-    monkeypatch.setattr(longest, "_find_next_split", lambda *given, **named: None)
+    monkeypatch.setattr(searches, "_find_next_split", lambda *given, **named: None)
     monkeypatch.setattr(planner, "plan_step", plan_step)
     config = programs.settings("mesh.seq=8", "data.row_tokens=131072").step
-    longest.find_longest_row(config, model=MODEL, cluster=CLUSTER)
+    searches.find_longest_row(config, model=MODEL, cluster=CLUSTER)
     assert {cluster.headroom for cluster in clusters} == {0.03}
     assert CLUSTER.headroom == 0.0, "other plans use all of it"
 
@@ -131,7 +131,7 @@ def test_a_row_that_fits_is_found_although_shorter_ones_do_not_fit(
 def test_a_search_may_find_no_row_that_fits(monkeypatch):
     result, _ = search_row(monkeypatch, lambda n: line(n, fixed=80.0))
     assert result.plan is None
-    assert result.shortest_failing.row_tokens == longest.LENGTH_UNIT * 8
+    assert result.shortest_failing.row_tokens == searches.LENGTH_UNIT * 8
 
 
 def test_a_row_for_which_the_kernel_falls_back_is_too_long(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from jaxsp.hf import model_config
 from jaxsp.objectives.distill import Distill
 from jaxsp.objectives.policy import Policy
-from jaxsp.planning import absent, descriptions, estimate, fit, hlo, memory_problems
+from jaxsp.planning import absent, candidates, estimate, fit, hlo
 from jaxsp.planning.fit import CompiledStep
 from jaxsp.sharding import host_offload
 from jaxsp.system.device_memory import MemoryLimit
@@ -90,7 +90,7 @@ def find_causes(step):
     limit = MemoryLimit(math.inf, math.inf)
     use = absent.measure_step(step)
     fitted = CompiledStep(spec=step.spec, executable=step, memory_use=use, memory_limit=limit)
-    return descriptions.find_causes(fitted)
+    return fit.find_causes(fitted)
 
 
 def test_causes_add_up_to_all_that_jax_takes_and_those_with_a_formula_match_it(wide):
@@ -104,11 +104,11 @@ def test_causes_add_up_to_all_that_jax_takes_and_those_with_a_formula_match_it(w
     layer_size = D * (2 * H + 2 * model.num_kv_heads) * K + 3 * D * model.intermediate_size
     num_weights = model.num_layers * layer_size + 2 * model.vocab_size * D
     weights = 4 * num_weights / spec.mesh.size
-    assert device[descriptions.WEIGHTS] == pytest.approx(weights, rel=tolerances.MEMORY)
-    assert device[descriptions.WORKSPACE] == wide.spec.attention.settings.workspace_bytes
+    assert device[fit.WEIGHTS] == pytest.approx(weights, rel=tolerances.MEMORY)
+    assert device[fit.WORKSPACE] == wide.spec.attention.settings.workspace_bytes
     saved = model.num_layers * programs.DEVICE_TOKENS * (2 * (D + H * K) + 4 * H)
-    assert device[descriptions.ACTIVATIONS] == pytest.approx(saved, rel=tolerances.MEMORY)
-    assert device[descriptions.OTHER] > 0
+    assert device[fit.ACTIVATIONS] == pytest.approx(saved, rel=tolerances.MEMORY)
+    assert device[fit.OTHER] > 0
 
 
 SIZES = {
@@ -159,7 +159,7 @@ def compile_with_inputs_on_host(microbatches, *options, **fields):
         num_hidden_layers=16,
     )
     model = model_config.parse_model_config(config.model.config)
-    if found := memory_problems.find_problems(config.step, platform="gpu", model=model):
+    if found := candidates.find_problems(config.step, platform="gpu", model=model):
         pytest.skip(found[0])
     step = programs.step(config, absent.make_devices("h100-80gb", 8))
     host = absent.measure_step(step).host

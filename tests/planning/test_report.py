@@ -3,8 +3,8 @@
 import dataclasses
 import re
 
-from jaxsp.planning import descriptions, meshes, report, step_time
-from jaxsp.planning.meshes import MeshPlan
+from jaxsp.planning import fit, report, searches, step_time
+from jaxsp.planning.searches import MeshPlan
 from tests.messages import assert_names
 from tests.planning import example_plans
 
@@ -15,7 +15,7 @@ def test_a_report_has_all_parts_of_a_plan():
         text, "a model", "8 x h100-80gb", "replica 1 x data 1 x seq 8", "8 rows", "131,072 tokens"
     )
     assert_names(text, "yes", "30.0 of 72.8 GiB", "device memory")
-    assert_names(text, "20.00 other temporaries", descriptions.CAUSES[descriptions.OTHER])
+    assert_names(text, "20.00 other temporaries", fit.CAUSES[fit.OTHER])
     assert_names(text, "2.000 0.250 0.125 all-to-all", "2,000 TFLOP", "2,500", "1.25")
     assert_names(
         text, "5 s to 6.5 s", "209,715 tokens/s", "MFU 40 %", step_time.MATMULS, "ESTIMATE"
@@ -62,7 +62,7 @@ def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
             ("ulysses 4 x ring", None, "28 query heads cannot be shared"),
         )
     ]
-    plans = meshes.sort_by_rank(plans)
+    plans = searches.sort_by_rank(plans)
     text = report.format_ranking(plans)
     rows, note = cells(text)
     assert list(rows[0].values()) == [

@@ -16,7 +16,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
-from jaxsp.planning import estimate, limits
+from jaxsp.planning import estimate
 from jaxsp.run import build, preflight, resume
 from jaxsp.run.config_file import RunConfig
 from jaxsp.sharding import host_offload
@@ -82,13 +82,13 @@ def test_jaxs_part_of_a_gpu_leaves_what_cuda_and_nccl_need_and_the_step_gets_tha
     memory = int(memory_gib * GIB)
     set_gpus(monkeypatch, spec, count=8, memory_gib=memory_gib)
     planned = MemoryLimit(hardware.gpu_memory_fraction({}) * memory, 200 * GIB)
-    room = limits.subtract_reserves(spec, planned)
+    room = estimate.subtract_reserves(spec, planned)
     choose_platform(spec)
     part = hardware.gpu_memory_fraction(environ) * memory
-    outside = limits.outside_bytes(spec)
+    outside = estimate.outside_bytes(spec)
     assert memory - part >= outside - 1
     assert part == pytest.approx(min(0.92 * memory, memory - outside))
-    in_run = limits.subtract_reserves(spec, MemoryLimit(part, 200 * GIB))
+    in_run = estimate.subtract_reserves(spec, MemoryLimit(part, 200 * GIB))
     assert in_run.device == pytest.approx(room.device) == pytest.approx(0.978 * part)
 
 

@@ -12,7 +12,7 @@ from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
 from jaxsp.attention.selection import KERNELS
 from jaxsp.attention.strategy import combine
-from jaxsp.blocks.block_config import DeltaNetConfig
+from jaxsp.blocks.config import DeltaNetConfig
 from jaxsp.core.errors import UserError
 from jaxsp.delta_rule import chunk, delta_rule
 from jaxsp.planning import absent

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from jaxsp.blocks.block_config import NormNames
-from jaxsp.blocks.config import LayerConfig, QueryScale
+from jaxsp.blocks.config import LayerConfig, NormNames, QueryScale
 from tests import batches
 
 ROPES = [batches.make_rope(8), batches.make_rope(8, rope_theta=50.0)]

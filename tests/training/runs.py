@@ -13,13 +13,12 @@ import pytest
 
 from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.strategy import Strategy
-from jaxsp.blocks.block_config import ExpertsConfig
-from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.config import ExpertsConfig, ModelConfig
 from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
-from jaxsp.planning import memory_problems
+from jaxsp.planning import candidates
 from jaxsp.run.config_file import Config
 from jaxsp.sharding import host_offload, quantization, sharding
 from jaxsp.system import device_mesh
@@ -43,7 +42,7 @@ NEEDS_HOST = pytest.mark.skipif(
 def works_here(memory: dict[str, Any]) -> bool:
     """True if CPUs can run these memory options with the installed JAX."""
     step = batches.make_config(memory=memory).step
-    return not memory_problems.find_problems(step, platform="cpu")
+    return not candidates.find_problems(step, platform="cpu")
 
 
 def make_spec(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.blocks import dropout
+from jaxsp.blocks import linear
 from jaxsp.blocks.config import Lora
 from jaxsp.core.errors import UserError
 from jaxsp.model import adapters
@@ -65,11 +65,11 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps():
 
 def test_dropout_keeps_the_expected_fraction_and_mean():
     x = jnp.ones((2, 50, 400))
-    keys = dropout.make_token_keys(
+    keys = linear.make_token_keys(
         seed=0, step=jnp.int32(3), rows_B=jnp.arange(2), tokens_l=jnp.arange(50)
     )
-    dropped = dropout.drop(x, keys, name="q_proj", rate=0.25)
-    other = dropout.drop(x, keys, name="v_proj", rate=0.25)
+    dropped = linear.drop(x, keys, name="q_proj", rate=0.25)
+    other = linear.drop(x, keys, name="v_proj", rate=0.25)
     assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
     assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
     assert float(((dropped == 0) & (other == 0)).mean()) == pytest.approx(0.0625, abs=0.01)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.strategy import Strategy
-from jaxsp.blocks.block_config import DeltaNetConfig
-from jaxsp.blocks.config import DELTA_NET, Lora, ModelConfig
+from jaxsp.blocks.config import DELTA_NET, DeltaNetConfig, Lora, ModelConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.sharding import quantization, sharding

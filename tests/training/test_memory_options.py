@@ -20,7 +20,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder
-from jaxsp.planning import descriptions, estimate, fit, limits, memory_problems
+from jaxsp.planning import estimate, fit
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.sharding import sharding
 from jaxsp.system import device_memory

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from jaxsp.blocks.block_config import DeltaNetConfig
-from jaxsp.blocks.config import DELTA_NET, LayerConfig
+from jaxsp.blocks.config import DELTA_NET, DeltaNetConfig, LayerConfig
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.training import specs

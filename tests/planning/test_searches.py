@@ -9,7 +9,7 @@ from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.selection import choose_strategy, list_options
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
-from jaxsp.planning import absent, meshes, planner
+from jaxsp.planning import absent, planner, searches
 from tests.planning import example_plans, programs
 
 MESH = {"replica": 1, "data": 1, "seq": 8}
@@ -17,16 +17,16 @@ MESH = {"replica": 1, "data": 1, "seq": 8}
 
 def test_a_mesh_replaces_an_automatic_number_of_devices():
     model = model_config.parse_model_config(programs.LLAMA)
-    expected = meshes.list_combinations(
+    expected = searches.list_combinations(
         programs.settings("data.row_tokens=16384").step, model, num_devices=4
     )
     words = ["mesh.data=-1", "mesh.seq=auto", "batch.rows_per_microbatch=auto"]
     config = programs.settings("data.row_tokens=16384", *words).step
-    assert meshes.list_combinations(config, model, num_devices=4) == expected
+    assert searches.list_combinations(config, model, num_devices=4) == expected
 
 
 def test_every_mesh_is_listed_once():
-    listed = [tuple(mesh.values()) for mesh in meshes.list_meshes(8)]
+    listed = [tuple(mesh.values()) for mesh in searches.list_meshes(8)]
     expected = {
         (r, d, s)
         for r in (1, 2, 4, 8)
@@ -36,7 +36,7 @@ def test_every_mesh_is_listed_once():
     }
     assert len(listed) == len(expected) == 10
     assert set(listed) == expected
-    assert all(math.prod(mesh.values()) == 12 for mesh in meshes.list_meshes(12))
+    assert all(math.prod(mesh.values()) == 12 for mesh in searches.list_meshes(12))
 
 
 def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
@@ -56,7 +56,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
         )
 
     monkeypatch.setattr(planner, "plan_step", plan_step)
-    mesh_plans = meshes.plan_meshes(
+    mesh_plans = searches.plan_meshes(
         programs.settings().step,
         model=model_config.parse_model_config(programs.LLAMA),
         cluster=absent.make_cluster("h100-80gb", 8),
@@ -98,7 +98,7 @@ def test_each_mesh_has_its_own_automatic_number_of_rows_per_microbatch(monkeypat
     monkeypatch.setattr(planner, "plan_step", plan_step)
     monkeypatch.setattr(planner, "resolve_config", resolve_config)
     words = ["attention.strategy=ring", "batch.rows_per_microbatch=auto"]
-    meshes.plan_meshes(
+    searches.plan_meshes(
         programs.settings(*words).step,
         model=model_config.parse_model_config(programs.LLAMA),
         cluster=absent.make_cluster("h100-80gb", 2),
@@ -112,7 +112,7 @@ def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
 
     monkeypatch.setattr(planner, "plan_step", refuse)
     with pytest.raises(UserError) as caught:
-        meshes.plan_meshes(
+        searches.plan_meshes(
             programs.settings().step,
             model=model_config.parse_model_config(programs.LLAMA),
             cluster=absent.make_cluster("h100-80gb", 8),
