@@ -195,15 +195,14 @@ class Gather:
     def cast_once(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
         """Copies shards to the device in the dtypes that `all_gather` casts them to, to be gathered
         many times; outside shard_map. Quantized shards, and those that need no copy, stay."""
+        return jax.tree.map(self._cast, table, master)
 
-        def cast(param: Parameter, value: Any) -> Any:
-            if isinstance(value, QuantizedMatrix):
-                return value
-            on_device = device_memory.to_device(value)
-            dtype = self._dtype(param)
-            return on_device if on_device.dtype == dtype else on_device.astype(dtype)
-
-        return jax.tree.map(cast, table, master)
+    def _cast(self, param: Parameter, value: Any) -> Any:
+        if isinstance(value, QuantizedMatrix):
+            return value
+        on_device = device_memory.to_device(value)
+        dtype = self._dtype(param)
+        return on_device if on_device.dtype == dtype else on_device.astype(dtype)
 
     def gather_once(
         self, table: layers.Weights, master: layers.Weights, mesh: Mesh
@@ -214,7 +213,7 @@ class Gather:
         gather = jax.jit(remove_padding, static_argnums=0, out_shardings=whole)
         # one after another, so that few cast shards are in memory
         return jax.tree.map(
-            lambda param, value: gather(param, self.cast_once(param, value)), table, master
+            lambda param, value: gather(param, self._cast(param, value)), table, master
         )
 
     def for_whole(self) -> "Gather":
