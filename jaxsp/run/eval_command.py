@@ -44,7 +44,7 @@ def evaluate(
     given = given_model.find(what)
     config = _load_config(given, config_path, changes, needs_data=lm_eval is None)
     run = None if given.checkpoint is None else run_paths.find_run_dir(given.checkpoint)
-    target = _choose_target(out, None if files.is_url(what) else run)
+    target = _choose_target(out, None if files.is_url(what) else run, baseline)
     preflight.start(config, process)
     tasks = None
     if lm_eval is not None:
@@ -111,7 +111,9 @@ def evaluate(
         comparison.print_table(console, before, lines)
 
 
-def _choose_target(out: str | None, run: pathlib.Path | None) -> pathlib.Path | None:
+def _choose_target(
+    out: str | None, run: pathlib.Path | None, baseline: str | None
+) -> pathlib.Path | None:
     """File of --out, else a run's directory; None if a run may be writing to a store, or there is
     none."""
     target = run if out is None else pathlib.Path(out)
@@ -122,6 +124,13 @@ def _choose_target(out: str | None, run: pathlib.Path | None) -> pathlib.Path | 
         raise UserError(
             f"--out = {target}: {folder} must be a folder that can be written. Use --out FILE "
             "with a file in such a folder."
+        )
+    if baseline is not None and {*comparison.list_files(target)} & {
+        *comparison.list_files(baseline)
+    }:
+        raise UserError(
+            f"--baseline = {baseline}: the results would be added to it. Use --out FILE with "
+            "another file."
         )
     return target
 

@@ -175,10 +175,9 @@ class Loop:
         log = self._log
         first_traced, _ = run.config.logging.profile_steps or (0, 0)
         with contextlib.ExitStack() as stack:
-            # Collections of garbage, which delay a step of all processes, skip what exists already
-            gc.collect()
-            gc.freeze()
             stack.callback(gc.unfreeze)
+            if gc.isenabled():
+                stack.callback(gc.enable)
             rows = stack.enter_context(contextlib.closing(log.loader.batches()))
             stack.push(self._trace)
             self._evaluate_at_start(state)
@@ -250,7 +249,10 @@ class Loop:
             self._early_stopping.expect_evaluation()
         should_evaluate |= should_rank
         _, last_traced = run.config.logging.profile_steps or (0, 0)
-        if not (should_save or should_evaluate or step == last_traced):
+        is_first = step == run.start.step + 1
+        if not (should_save or should_evaluate or step == last_traced or is_first):
+            if step % COLLECT_EVERY == 0:
+                gc.collect()
             return
         self._log.record_dispatched_step()
         if step == last_traced:
@@ -271,6 +273,12 @@ class Loop:
             )
             is_end = is_last or self._is_stopped_early or self._preemption.reason is not None
             self._log.checkpoint_wait_s += checkpoints.save(state, meta, is_last=is_end)
+        gc.collect()
+        if is_first:
+            # A collection in one process delays a step of all. From now on, they collect together
+            # here, and leave out what exists already
+            gc.freeze()
+            gc.disable()
         self._log.restart_clock()
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:

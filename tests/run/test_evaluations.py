@@ -82,6 +82,8 @@ def test_the_command_repeats_the_last_evaluation_and_compares_models(run, folder
     assert out.with_name("before-needle.png").is_file()
     evaluation.main([str(run), *words, "--out", str(folder / "b.jsonl"), "--baseline", str(out)])
     text = capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--baseline.*would be added to it"):
+        evaluation.main([str(run), *words, "--out", str(out), "--baseline", str(out)])
     first, *tasks = commands.read_lines(out)
     assert first["data"] == "held out"
     last_of_training = [line for line in before if line["step"] == 4]

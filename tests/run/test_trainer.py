@@ -237,23 +237,38 @@ def test_the_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folde
     assert metas[0].eval_loss < metas[1].eval_loss
 
 
-def test_logged_lines_are_passed_on_until_an_error_of_the_users_function_ends_the_run(folder):
+def test_logged_lines_are_passed_on_and_garbage_is_collected_only_at_evaluations(folder):
+    """From the end of the first step, until an error of the user's function ends the run."""
     lines = []
+    is_automatic = []
+    num_lines_at_collections = set()
 
     def receive(line):
         files = ("metrics.jsonl", "eval.jsonl")
         assert any(line in commands.read_lines(folder / "run" / file) for file in files)
         lines.append(dict(line))
+        is_automatic.append(gc.isenabled())
         line.clear()  # the receiver's own copy
         if len(lines) == 6:
             raise ZeroDivisionError
 
+    def watch(phase, info):
+        if lines and phase == "start" and info["generation"] == 2:
+            num_lines_at_collections.add(len(lines))
+
     words = [eval_set(folder), "run.eval_every=2"]
     run = build.build_training(settings(folder, *words), devices=jax.devices()[:1])
-    with pytest.raises(ZeroDivisionError):
-        trainer.train(run, rich.console.Console(quiet=True), on_line=receive)
+    gc.callbacks.append(watch)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(run, rich.console.Console(quiet=True), on_line=receive)
+    finally:
+        gc.callbacks.remove(watch)
     found = [(line["step"], "data" in line) for line in lines]
     assert found == [(1, False), (2, False), (2, True), (3, False), (4, False), (4, True)]
+    assert is_automatic == [True] + 5 * [False]
+    assert num_lines_at_collections == {1, 3}, "after the first step, and after the evaluation"
+    assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 
 
