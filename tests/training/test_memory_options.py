@@ -20,7 +20,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder
-from jaxsp.planning import estimate, fit
+from jaxsp.planning import candidates, estimate, fit
 from jaxsp.planning.fit import MemoryUse
 from jaxsp.sharding import sharding
 from jaxsp.system import device_memory
@@ -201,7 +201,7 @@ def test_releases_with_wrong_gradients_are_refused_offload(level, version, field
     step = batches.make_config(memory=memory).step
     jax.config.update("jax_optimization_level", level)
     try:
-        found = memory_problems.find_problems(step, platform="gpu", version=version)
+        found = candidates.find_problems(step, platform="gpu", version=version)
     finally:
         jax.config.update("jax_optimization_level", "UNKNOWN")
     assert [text.startswith(str(problem)) for text in found] == ([] if problem is None else [True])
@@ -230,7 +230,7 @@ def fit_step(monkeypatch):
         limits_ = MemoryLimit((limit or size) * units.GIB, 100 * units.GIB, 3 * units.GIB)
         room = limits_._replace(device=size * units.GIB)
         monkeypatch.setattr(device_memory, "find_limits", lambda spec: limits_)
-        monkeypatch.setattr(limits, "subtract_reserves", lambda spec, _: room)
+        monkeypatch.setattr(estimate, "subtract_reserves", lambda spec, _: room)
         monkeypatch.setattr(estimate, "predict_bytes", lambda spec: take(spec) + workspace)
         monkeypatch.setattr(train_step, "compile", lambda spec: compiled.append(spec) or empty)
         monkeypatch.setattr(
@@ -239,8 +239,10 @@ def fit_step(monkeypatch):
             lambda *_: MemoryUse(take(compiled[-1]), host * units.GIB, workspace),
         )
         spec = runs.make_spec(memory)
+        (kernel,) = spec.attention.kernels
         settings = KernelSettings(workspace_bytes=workspace)
-        choice = dataclasses.replace(spec.attention, settings=settings)
+        kernels = (dataclasses.replace(kernel, settings=settings),)
+        choice = dataclasses.replace(spec.attention, kernels=kernels)
         return fit.compile_fitting_step(dataclasses.replace(spec, attention=choice))
 
     return fit_step
@@ -259,7 +261,7 @@ def test_auto_recomputes_attention_if_its_output_does_not_fit(fit_step, size, un
     actual = fit_step(size, uncounted=uncounted)
     assert actual.spec.config.memory.remat == "full"
     assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
-    assert actual.full_remat_reason in descriptions.describe_compiled(actual)
+    assert actual.full_remat_reason in fit.describe_compiled(actual)
 
 
 def test_a_step_that_cannot_fit_is_refused_with_suggestions(fit_step):
@@ -288,7 +290,7 @@ def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(fit_step, nod
     actual = fit_step(size, remat="full", **options)
     assert actual.memory_use.device == units.GIB
     silent = dataclasses.replace(actual, shortage="")
-    assert descriptions.describe_compiled(actual) != descriptions.describe_compiled(silent)
+    assert fit.describe_compiled(actual) != fit.describe_compiled(silent)
     assert fit_step(1.6, remat="full", uncounted=0.5).shortage == ""
 
 
