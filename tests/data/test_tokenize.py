@@ -466,7 +466,7 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     records = sources.read(config.train[0], data=config)
     (example,) = text.encode_examples(records, **how)
     assert len(list(text.encode_examples(records, **how, num_records=5))) == 2
-    place, tokens, labels, _ = example
+    place, tokens, labels = example
     result = to_columns(text.tokenize_dataset(records, vocab_size=1000, **how))
     expected = [result[name][1] for name in ("place", "tokens", "labels")]
     assert [place, tokens.tolist(), labels.tolist()] == expected
