@@ -19,6 +19,7 @@ from jaxsp.planning.fit import CompiledStep
 from jaxsp.planning.hlo import Collective
 from jaxsp.planning.step_time import TimeEstimate
 from jaxsp.system import device_mesh, hardware
+from jaxsp.training import step_descriptions
 from jaxsp.training.specs import find_division_problems, make_spec
 from jaxsp.training.step_config import StepConfig
 
