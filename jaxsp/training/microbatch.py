@@ -218,13 +218,16 @@ def prepare_pairs(
         sums_BM = _sum_slots(spec, values_Bl, rows)
         return sums_D.at[indices_BM].add(sums_BM, mode="drop").reshape(-1, 2)
 
-    def count_tokens(rows: Batch) -> Float32[Array, "P 2"]:
-        """Number of loss tokens of each document."""
-        has_label_Bl = (rows.labels_BL != NO_LABEL).astype(jnp.float32)
-        return jax.lax.psum(sum_documents(has_label_Bl, rows), axes.ALL)
+    def find_present(rows: Batch) -> Array:
+        """True for the pairs in the rows of a microbatch; for those that lie in one."""
+        unused_D = jnp.zeros(num_documents, jnp.int32)
+        is_used_D = unused_D.at[_find_documents(rows, num_documents)].set(1, mode="drop")
+        return jax.lax.psum(is_used_D.reshape(-1, 2)[:, 0], axes.GROUPS) > 0
 
     microbatches = batch.without_pairs()
-    counts_P2 = count_tokens(jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), microbatches))
+    all_rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), microbatches)
+    has_label_Bl = (all_rows.labels_BL != NO_LABEL).astype(jnp.float32)
+    counts_P2 = jax.lax.psum(sum_documents(has_label_Bl, all_rows), axes.ALL)
     is_real_P = counts_P2[:, 0] > 0
     pairs = PairSums(
         logps_P2=jnp.zeros_like(counts_P2),
@@ -265,7 +268,7 @@ def prepare_pairs(
 
     def weigh(rows: Batch, compute_losses: Callable[[], Array]) -> tuple[Array, Sums]:
         partial_P2 = sum_documents(-compute_losses(), rows)
-        sums, weights_P2 = differentiate(partial_P2, count_tokens(rows)[:, 0] > 0)
+        sums, weights_P2 = differentiate(partial_P2, find_present(rows))
         return spread(weights_P2, rows), sums
 
     def score(inputs: tuple[Batch, Array]) -> tuple[Sums, None]:
