@@ -64,12 +64,21 @@ class Records:
         return self.source.connect(self._convert())
 
     def _convert(self) -> Iterator[RecordEntry]:
+        source = self.source
         has_labels = None
+        unseen = {
+            name: field
+            for field, names in source.fields.items()
+            if field in source.optional or not isinstance(names, str)
+            for name in source.list_columns(field)
+        }
         for place, record, problem in self.locate():
             entry: RecordEntry = {"place": errors.escape(place), "problem": problem}
+            if isinstance(record, dict) and unseen:
+                unseen = {name: field for name, field in unseen.items() if name not in record}
             if problem is None:
                 try:
-                    content = self.source.convert(record)
+                    content = source.convert(record)
                     if has_labels is None:
                         has_labels = "labels" in content
                     if has_labels != ("labels" in content):
@@ -81,6 +90,8 @@ class Records:
                 except UserError as error:
                     entry["problem"] = str(error)
             yield entry
+        for name, field in unseen.items():
+            raise UserError(f"fields: no record has {name}, to read as {field}. Correct it.")
 
 
 def check_bad_records(bad: Sequence[str], *, data: DataConfig) -> None:

@@ -35,6 +35,9 @@ from jaxsp.training import train_state
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
 
+COLLECT_EVERY = 1000
+"""Steps between collections of garbage in a run without checkpoints and evaluations."""
+
 
 def train(
     run: Run,

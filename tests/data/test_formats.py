@@ -1,5 +1,6 @@
 """Tests of formats: the stored content of a record, and the problems of records that do not fit."""
 
+import contextlib
 import json
 import math
 import random
@@ -11,6 +12,7 @@ from pyarrow import parquet
 
 from jaxsp.core.errors import UserError, at
 from jaxsp.data import file_types as files
+from jaxsp.data import sources
 from jaxsp.data.data_config import FORMAT, DataConfig
 from jaxsp.data.source import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from tests.data import source_configs
@@ -362,6 +364,16 @@ def test_texts_of_several_fields_are_joined_with_a_line_break():
 
 
 @pytest.mark.usefixtures("own_cache")
+def test_an_optional_field_that_no_record_has_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write(path, {"input_ids": [1, 2]}, {"input_ids": [3, 4, 5], "mask": [0, 1, 1]})
+    for name, refusal in (("mask", contextlib.nullcontext()), ("msk", assert_refused("msk"))):
+        source = make_source(source=str(path), format="tokens", fields={"completion_mask": name})
+        data = DataConfig(train=(source,), row_tokens=8)
+        with refusal:
+            assert len([*sources.read(source, data=data).entries()]) == 2
+
+
 def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path):
     row = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5], "the_id": "x y"}
     parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")

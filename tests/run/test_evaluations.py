@@ -8,6 +8,7 @@ import pytest
 import rich.console
 
 from jaxsp import eval as evaluation
+from jaxsp.core.errors import UserError
 from jaxsp.run import build, comparison, config_file, trainer
 from tests import batches, commands, small_runs
 from tests.run import synthetic_runs

@@ -15,6 +15,7 @@ from jaxsp.checkpoint.retention import CheckpointConfig
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core import axes
 from jaxsp.sharding import sharding
+from jaxsp.system import device_memory
 from jaxsp.training.train_state import TrainState
 from tests import batches, two_processes
 from tests.checkpoint.test_writer import make_meta
