@@ -38,8 +38,9 @@ def test_the_peak_counts_arrays_that_are_in_memory_at_once(function, arrays):
 
 
 MODEL = batches.model(qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm="none")
-H, K, D, F = MODEL.num_heads, MODEL.head_dim, MODEL.hidden_size, MODEL.intermediate_size
-ATTENTION = 4 * H * K + 4 * H
+D = MODEL.hidden_size
+F = MODEL.intermediate_size
+ATTENTION = 4 * MODEL.num_heads * (MODEL.head_dim + 1)
 
 
 @pytest.mark.parametrize(
