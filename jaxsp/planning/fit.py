@@ -124,7 +124,9 @@ def fit(
             break
         if saves_attention:
             reason = f"keeping attention's output needs {step.shortage}"
-        scale *= max(1.0, step.memory_use.device_total / predicted)
+        # A prediction that is far off says little about other candidates
+        ratio = scale * step.memory_use.device_total / predicted
+        scale = max(scale, min(ratio, 1 / candidates.MIN_PREDICTED_RATIO))
         too_large = formula
     if not candidates.can_keep_more(spec, step.spec):
         return step

@@ -366,12 +366,12 @@ def test_texts_of_several_fields_are_joined_with_a_line_break():
 @pytest.mark.usefixtures("own_cache")
 def test_an_optional_field_that_no_record_has_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
-    write(path, {"input_ids": [1, 2]}, {"input_ids": [3, 4, 5], "mask": [0, 1, 1]})
-    for name, refusal in (("mask", contextlib.nullcontext()), ("msk", assert_refused("msk"))):
-        source = make_source(source=str(path), format="tokens", fields={"completion_mask": name})
+    write(path, {"input_ids": [1, 2], "goals": [1, 2]})
+    for name, refusal in (("goals", contextlib.nullcontext()), ("goal", assert_refused("goal"))):
+        source = make_source(source=str(path), format="tokens", fields={"labels": name})
         data = DataConfig(train=(source,), row_tokens=8)
         with refusal:
-            assert len([*sources.read(source, data=data).entries()]) == 2
+            assert len([*sources.read(source, data=data).entries()]) == 1
 
 
 def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path):
