@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests import batches
+from tests.data import chats
 
 TABLE = pathlib.Path(__file__).parent / "mistakes.yaml"
 
@@ -39,6 +40,7 @@ FILES = {
     "empty.yaml": "",
     "twice.yaml": "run: {}\nmesh: {}\nrun: {}\n",
     "month.yaml": "run: 2026-13-01\n",
+    "chat.jinja": chats.CHATML,
 }
 """Files that every case finds in its folder."""
 
