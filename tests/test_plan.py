@@ -208,6 +208,7 @@ def test_the_steps_of_the_data_are_printed_and_give_the_cost(run_plan, tmp_path,
     assert [row[-1] for row in rows] == ["8", "8"], "an hour of 8 GPUs"
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch):
     """Long rows need fewer GPUs with more memory."""

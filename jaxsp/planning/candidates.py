@@ -72,6 +72,16 @@ def list_candidates(spec: StepSpec, *, is_memory_known: bool = True) -> Iterator
                 yield spec.respec(memory=memory)
 
 
+def group_candidates(spec: StepSpec) -> list[list[StepSpec]]:
+    """Candidates that differ only in tiles, of which the last ones need least memory."""
+
+    def find_group(candidate: StepSpec) -> tuple[str, str]:
+        return candidate.remat_policy.remat, candidate.config.memory.offload_during_attention
+
+    groups = itertools.groupby(list_candidates(spec), find_group)
+    return [list(members) for _, members in groups]
+
+
 def list_remats(spec: StepSpec, *, is_memory_known: bool = True) -> list[str]:
     """Values of memory.remat in the order in which they are tried."""
     memory = spec.config.memory
@@ -158,7 +168,7 @@ def list_degrees(config: StepConfig, num_devices: int) -> list[int]:
 
 def _choose_degree(specs: Mapping[int, StepSpec], memory: MemoryLimit) -> int:
     """The degree that recomputes attention only if all do, stays inside a node if possible, and
-    then recomputes least, by formula.
+    then recomputes least, by prediction.
 
     Of equal ones it is the smallest, because smaller groups communicate less; if nothing fits, it
     is the largest.
@@ -167,9 +177,9 @@ def _choose_degree(specs: Mapping[int, StepSpec], memory: MemoryLimit) -> int:
     for seq, spec in specs.items():
         usable = estimate.subtract_reserves(spec, memory)
         remats = list_remats(spec)
-        for candidate in list_candidates(spec):
-            if _fits(candidate, usable.device, usable.pinned):
-                policy = candidate.remat_policy
+        for *_, smallest in group_candidates(spec):
+            if _fits(smallest, usable.device, usable.pinned):
+                policy = smallest.remat_policy
                 leaves_node = seq > hardware.DEVICES_PER_NODE
                 rank = remats.index(policy.remat)
                 costs[seq] = (not policy.is_attention_saved, leaves_node, rank, seq)
@@ -178,7 +188,7 @@ def _choose_degree(specs: Mapping[int, StepSpec], memory: MemoryLimit) -> int:
 
 
 def _fits(candidate: StepSpec, device_bytes: float, pinned_bytes: float) -> bool:
-    """True if a step fits by formula."""
+    """True if a step is predicted to fit."""
     offloaded = estimate.step_offloaded_bytes(candidate).total
     return estimate.predict_bytes(candidate) <= device_bytes and offloaded <= pinned_bytes
 
@@ -191,7 +201,7 @@ def _choose_rows(
 ) -> int:
     """Largest number of rows of a microbatch with which a step keeps as much as with 1 row.
 
-    The formula may predict too much for 1 row, and too little for several: the number is larger
+    The prediction may be too large for 1 row, and too small for several: the number is larger
     than 1 only if it holds in both cases. It is 1 if some layers, but not all, may keep the MLP's
     products, because more rows would recompute more.
     """
@@ -208,11 +218,14 @@ def _choose_rows(
         check_division(1)
         spec = make(config.change(rows_per_microbatch=1))
         usable = estimate.subtract_reserves(spec, memory).device
-        # The fastest memory options that may fit
+        may_fit = lambda step: estimate.predict_bytes(step) <= MAX_PREDICTED_RATIO * usable
+        # The fastest memory options that may fit. Tracing takes a second: the last ones come first
         possible = (
             candidate
-            for candidate in list_candidates(spec)
-            if estimate.predict_bytes(candidate) <= MAX_PREDICTED_RATIO * usable
+            for members in group_candidates(spec)
+            if may_fit(members[-1])
+            for candidate in members
+            if may_fit(candidate)
         )
         reference = next(possible, None)
     except UserError:  # reported later, with all others
@@ -230,22 +243,24 @@ def _choose_rows(
 
 
 def _keeps_as_much(spec: StepSpec, reference: StepSpec, memory: MemoryLimit) -> bool:
-    """True if some memory options of a step with more rows in a microbatch fit, even if the formula
-    predicts too little, recompute no more than the reference, and have no smaller tiles; with the
-    same kernel."""
+    """True if some memory options of a step with more rows in a microbatch fit, even if the
+    prediction is too small, recompute no more than the reference, and have no smaller tiles; with
+    the same kernel."""
     if spec.attention.library_kernel != reference.attention.library_kernel:
         return False
     min_mlp_tile = reference.mlp_tile
     if min_mlp_tile >= reference.tokens_per_device:  # no tiles
         min_mlp_tile = spec.tokens_per_device
     usable = estimate.subtract_reserves(spec, memory)
-    return any(
-        candidate.remat_policy == reference.remat_policy
+    possible = [
+        candidate
+        for candidate in list_candidates(spec)
+        if candidate.remat_policy == reference.remat_policy
         and candidate.mlp_tile >= min_mlp_tile
         and candidate.loss_tile >= reference.loss_tile
-        and _fits(candidate, MIN_PREDICTED_RATIO * usable.device, usable.pinned)
-        for candidate in list_candidates(spec)
-    )
+    ]
+    device_bytes = MIN_PREDICTED_RATIO * usable.device
+    return bool(possible) and _fits(possible[-1], device_bytes, usable.pinned)
 
 
 # Options that do not work, and changes that need less memory

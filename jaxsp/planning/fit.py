@@ -105,9 +105,19 @@ def fit(
 
     if math.isinf(limit.device):
         return compile_candidate(next(candidates.list_candidates(spec, is_memory_known=False)))
-    *others, last = candidates.list_candidates(spec)
-    for candidate in (*others, last):
-        formula = estimate.predict_bytes(candidate)
+    sizes: dict[int, int] = {}
+
+    def predict(candidate: StepSpec) -> int:
+        if id(candidate) not in sizes:
+            sizes[id(candidate)] = estimate.predict_bytes(candidate)
+        return sizes[id(candidate)]
+
+    groups = candidates.group_candidates(spec)
+    last = groups[-1][-1]
+    for candidate, smallest in ((step, group[-1]) for group in groups for step in group):
+        formula = predict(smallest)
+        if scale * formula <= candidates.MAX_PREDICTED_RATIO * limit.device:
+            formula = predict(candidate)
         predicted = scale * formula
         saves_attention = candidate.remat_policy.is_attention_saved
         if candidate is not last:
