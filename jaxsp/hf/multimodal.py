@@ -70,6 +70,13 @@ def read_text_fields(fields: dict[str, Any]) -> dict[str, Any]:
             f".text_config.model_type = {format_value(text_type)}: is not implemented in "
             f"{architecture}. Use {errors.format_choices(family.text_types)}."
         )
+    softcap = text.get("final_logit_softcapping")
+    if outer["model_type"] == "gemma3" and softcap is not None:
+        problems.append(
+            f".text_config.final_logit_softcapping = {format_value(softcap)}: is not implemented: "
+            f"{architecture} ignores it, and the exported text model would use it. Write null, or "
+            "leave it out."
+        )
     problems.raise_if_any()
     # transformers' defaults of the sizes that it lacks (Gemma 3 4B: the heads)
     defaults = transformers.AutoConfig.for_model(text_type).to_dict()

@@ -259,6 +259,11 @@ REFUSED = [
     ),
     (change(GEMMA_3_4B, hidden_size=0), "text_config.hidden_size = 0: ", ["1"]),
     (
+        change(GEMMA_3_4B, final_logit_softcapping=3.0),
+        "text_config.final_logit_softcapping = 3.0: ",
+        ["null"],
+    ),
+    (
         QWEN3_5_27B | {"language_model_only": True},
         "language_model_only = true: ",
         ["Qwen3_5ForConditionalGeneration", "false"],
