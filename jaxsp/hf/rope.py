@@ -367,7 +367,10 @@ def find_problems(
     groups = {name: whole[name] for name in support.layer_types if name in whole} or {"": whole}
     form = next((name for name in GROUPS[::-1] if fields.get(name)), GROUPS[0])
     places = [fields, *(fields.get(name) or {} for name in GROUPS)]
-    has_range = "max_position_embeddings" in fields or any(ORIGINAL in x for x in places)
+    is_default = not any(places[1:])  # the range too is transformers' default
+    has_range = (
+        is_default or "max_position_embeddings" in fields or any(ORIGINAL in x for x in places)
+    )
     problems = []
     for layer_type, group in groups.items():
         place = f".{form}.{layer_type}".rstrip(".") if form == GROUPS[0] else f".{form}"
