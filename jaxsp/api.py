@@ -168,7 +168,7 @@ class Trainer:
         self._step: Callable[[TrainState, Batch], tuple[TrainState, StepResults]] | None = None
 
     def _make_programs(self) -> None:
-        """Makes what compiles programs when it is used first."""
+        """Creates the evaluators, and drops the compiled generator and scorer."""
         self._evaluator = Evaluator(self.spec, ())
         self._set_evaluator = Evaluator(
             self.spec, self.model.eval_sets, has_long_ppl=self.config.eval.long_ppl

@@ -202,7 +202,7 @@ class Experts(FeedForward):
 
     @staticmethod
     def tile_width(config: ModelConfig) -> int:
-        """Gradients of all places, of which a third may be empty (`places.choose_tiles`), and of
+        """Gradients of all places, of which a third may be empty (`tiled.choose_tiles`), and of
         slots in the order of tokens; with kernels, all that places have, inputs and gradients."""
         sizes = _sizes(config)
         per_slot = 5 * config.hidden_size / 2

@@ -39,7 +39,7 @@ class RowGroups(NamedTuple):
     """All rows of a group."""
 
     def find(self, row: Any) -> Any:
-        """Number in the tensor of one of the parameter's rows, or of several."""
+        """Returns the index in the file's tensor of a row of the parameter, or of several."""
         return row // self.num_rows * self.group_rows + self.first + row % self.num_rows
 
 

@@ -68,8 +68,8 @@ def scale_by_momentum(beta: float) -> optax.GradientTransformation:
 
 
 def orthogonalize(param: Parameter, matrices: Float[Array, "n o i"]) -> Float[Array, "n o i"]:
-    """Updates of whole matrices of a weight, from their momenta, computed in their dtype.
-    Zero rows and columns, such as padding, stay zero."""
+    """Updates of whole matrices of a weight, from their momenta, computed in their dtype by
+    Newton-Schulz iterations. Zero rows and columns, such as padding, stay zero."""
     dtype = matrices.dtype
     is_tall = param.matrix_shape[0] > param.matrix_shape[1]
     x32 = matrices.astype(jnp.float32)

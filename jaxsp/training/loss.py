@@ -43,8 +43,8 @@ TEACHER_HIDDEN = "teacher_hidden"
 
 
 def make_tile_loss(token_loss: TokenLoss) -> TileLoss:
-    """The losses of a tile by a function of logits and labels, which raises UserError if it does
-    not return one float32 loss per token."""
+    """Adapts a user's function of logits and labels to tiles. The result raises UserError if that
+    does not return one float32 loss per token."""
 
     def compute(tokens: TileTokens) -> tuple[Array, dict[str, Array]]:
         losses_X = token_loss(tokens.logits_XV, tokens.labels_X)
