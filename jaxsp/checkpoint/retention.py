@@ -18,8 +18,7 @@ class CheckpointConfig(ConfigSection):
 
     keep_latest: PositiveCount = 2
     """Number of latest checkpoints to keep. Older ones are deleted when the next one is complete,
-    so the disk must hold one more. The run does not start without space for one checkpoint, and
-    prints a warning without space for all."""
+    so the disk must hold one more. The run does not start without space for one checkpoint."""
     keep_best: NonNegativeCount = 0
     """Number of checkpoints with the lowest loss on an eval set to keep, in addition to the latest
     ones. If it is not 0, the run evaluates before each checkpoint. A checkpoint that a stop writes

@@ -74,8 +74,8 @@ def _write_source(source: Mapping[str, Any], field: str, name: str) -> dict[str,
         target = folder / f"{digest[:32]}{suffix}"
         if not target.exists():  # its time is part of the identity of the records
             path.replace(target)
-    # those that need more fields first
-    required = {each.model_fields["format"].default: each.required for each in FORMATS}
+    # those that need more fields first, and token ids before text
+    required = {each.model_fields["format"].default: each.required for each in FORMATS[::-1]}
     known = [name for name, needed in required.items() if columns >= {*needed}]
     defaults = {"name": name}
     if known:

@@ -72,10 +72,14 @@ class Records:
             if field in source.optional or not isinstance(names, str)
             for name in source.list_columns(field)
         }
+        unseen_roles = {*getattr(source, "roles", {})}
         for place, record, problem in self.locate():
             entry: RecordEntry = {"place": errors.escape(place), "problem": problem}
             if isinstance(record, dict) and unseen:
                 unseen = {name: field for name, field in unseen.items() if name not in record}
+            if unseen_roles:  # messages may be strings of JSON
+                text = json.dumps(record, ensure_ascii=False, default=str).replace("\\", "")
+                unseen_roles = {role for role in unseen_roles if f'"{role}"' not in text}
             if problem is None:
                 try:
                     content = source.convert(record)
@@ -90,6 +94,8 @@ class Records:
                 except UserError as error:
                     entry["problem"] = str(error)
             yield entry
+        for role in sorted(unseen_roles):
+            raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
         for name, field in unseen.items():
             raise UserError(f"fields: no record has {name}, to read as {field}. Correct it.")
 

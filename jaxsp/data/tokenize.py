@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data import chat, chat_template, sources, store, tokenizers
 from jaxsp.data.chat import ChatOptions, RenderedRecord
 from jaxsp.data.data_config import DataConfig
@@ -270,11 +270,9 @@ def encode_records(entries: Sequence[RecordEntry], encoder: Encoder) -> Iterator
         for entry in entries:
             ids = (entry["input_ids"], entry.get("labels"))
             unrendered = EncodedDocument(RenderedRecord(text=""), *ids)
-            try:
+            with at(entry["place"]):
                 _check_ids(unrendered, encoder)
-                yield (unrendered,)
-            except UserError as error:
-                yield str(error)
+            yield (unrendered,)
         return
     rendered: list[tuple[RenderedRecord, ...] | str] = []
     for entry in entries:
@@ -290,7 +288,7 @@ def encode_records(entries: Sequence[RecordEntry], encoder: Encoder) -> Iterator
     text_encoder = TextEncoder(options.tokenizer)
     texts = [document for each in rendered if not isinstance(each, str) for document in each]
     encodings = iter(text_encoder.tokenize(texts))
-    for documents in rendered:
+    for entry, documents in zip(entries, rendered, strict=True):
         if isinstance(documents, str):
             yield documents
             continue
@@ -301,16 +299,20 @@ def encode_records(entries: Sequence[RecordEntry], encoder: Encoder) -> Iterator
                 with chat.at_document(document.name):
                     ids = text_encoder.encode(document, encoding)
                 encoded.append(EncodedDocument(document, *ids))
-                _check_ids(encoded[-1], encoder)
             if source.has_common_loss_start:
                 _align_loss_starts(encoded)
-            yield tuple(encoded)
         except UserError as error:
             yield str(error)
+            continue
+        with at(entry["place"]):
+            for each in encoded:
+                _check_ids(each, encoder)
+        yield tuple(encoded)
 
 
 def _check_ids(document: EncodedDocument, encoder: Encoder) -> None:
-    """Raises: UserError for an id that the model's vocabulary does not have."""
+    """Raises: UserError for an id that the model's vocabulary does not have: the tokenizer is that
+    of another model, and leaving records out would hide it."""
     labels = document.tokens[:0] if document.labels is None else document.labels
     for name, ids in (("tokens", document.tokens), ("labels", labels[labels != NO_LABEL])):
         if len(ids) and not 0 <= ids.min() <= ids.max() < encoder.vocab_size:

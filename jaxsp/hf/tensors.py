@@ -103,7 +103,10 @@ def view_rows(
             count = math.prod(part.shape) // size
             start = min(max(rows.start - before, 0), count)
             stop = min(max(rows.stop - before, start), count)
-            arrays.append(part.read(start * size, stop * size))
+            array = part.read(start * size, stop * size)
+            # parts of several types have no common one
+            is_kept = len(parts) == 1 or dtype == _BYTES
+            arrays.append(array if is_kept else array.astype(np.float32))
             before += count
         whole = np.concatenate(arrays).reshape(len(rows), *shape[1:])
         chosen = whole[(slice(None), *index[1:])]

@@ -76,21 +76,14 @@ class Run(PreparedModel):
     """Weights of step 0, or only the frozen ones of a resumed run."""
     stop_ids: Sequence[int]
     """Tokens at which generation stops; none if the run neither generates nor has chats."""
+    directory: pathlib.Path
+    """The run directory, or the local copy of a URL's."""
+    is_resume: bool
+    """True if the run resumes from a checkpoint of its own."""
     automatic_fields: frozenset[str]
     """Fields that were `auto` in the config: mesh.seq, batch.rows_per_microbatch, or both."""
     ranking_eval_set: dict[str, str] | None
     """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
-
-    @property
-    def directory(self) -> pathlib.Path:
-        """The run directory, or the local copy of a URL's."""
-        return self.config.run.local_dir
-
-    @property
-    def is_resume(self) -> bool:
-        """True if the run resumes from a checkpoint of its own."""
-        own = (self.directory / run_paths.CHECKPOINTS_DIR).resolve()
-        return self.start.checkpoint is not None and self.start.checkpoint.parent.resolve() == own
 
     @property
     def reference(self) -> Reference:
@@ -178,6 +171,8 @@ def build_training(
             prepared.hf_config, prepared.small_files, prepared.tokenizer
         )
     values = vars(prepared) | {"spec": spec, "train_set": train_set}
+    directory = config.run.local_dir
+    own = (directory / run_paths.CHECKPOINTS_DIR).resolve()
     return Run(
         **values,
         schedule=schedule,
@@ -188,6 +183,8 @@ def build_training(
             prepared.adapter_folder if checkpoint is None else None,
         ),
         stop_ids=stop_ids,
+        directory=directory,
+        is_resume=start.checkpoint is not None and start.checkpoint.parent.resolve() == own,
         automatic_fields=frozenset(field for field, value in choices.items() if value == "auto"),
         ranking_eval_set=next(
             (

@@ -125,9 +125,8 @@ def _choose_target(
             f"--out = {target}: {folder} must be a folder that can be written. Use --out FILE "
             "with a file in such a folder."
         )
-    if baseline is not None and {*comparison.list_files(target)} & {
-        *comparison.list_files(baseline)
-    }:
+    files_of = lambda path: {file.resolve() for file in comparison.list_files(path)}
+    if baseline is not None and files_of(target) & files_of(baseline):
         raise UserError(
             f"--baseline = {baseline}: the results would be added to it. Use --out FILE with "
             "another file."

@@ -113,6 +113,11 @@ def detect_process(
     elif "SLURM_STEP_NUM_TASKS" in variables:  # only srun sets it, not sbatch
         launcher = "slurm"
         names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    elif variables.get("PMI_SIZE", "1") != "1":
+        raise UserError(
+            f"PMI_SIZE = {variables['PMI_SIZE']}: mpirun must be that of Open MPI. Use srun or "
+            "torchrun, or pass --coordinator, --num-processes and --process-id."
+        )
     elif variables.keys().isdisjoint(_MASTER):
         return Process()
     else:
@@ -128,12 +133,12 @@ def detect_process(
         text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
         for tasks, num_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
             tasks_per_node += [int(tasks)] * int(num_nodes or 1)
-        node = int(variables.get("SLURM_NODEID", 0))
+        node = _parse_index(variables, "SLURM_NODEID") or 0
         count = tasks_per_node[node] if node < len(tasks_per_node) else None
         has_own_gpus = "SLURM_GPUS_PER_TASK" in variables  # each task sees only its own
-        index = None if has_own_gpus else int(variables["SLURM_LOCALID"])
+        index = None if has_own_gpus else _parse_index(variables, "SLURM_LOCALID")
     else:
-        index, count = (int(variables[x]) if x in variables else None for x in local_names)
+        index, count = (_parse_index(variables, name) for name in local_names)
     address: str | None = None
     if not variables.keys().isdisjoint(_MASTER):
         _require(variables, _MASTER)
@@ -294,7 +299,8 @@ def log(text: str) -> None:
 def log_stacks(text: str) -> None:
     """Prints a text and the stack of every thread of this process."""
     log(text)
-    with tempfile.TemporaryFile() as file:
+    has_memfd = hasattr(os, "memfd_create")  # a disk may be why a process hangs
+    with open(os.memfd_create("jaxsp"), "w+b") if has_memfd else tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         log(file.read().decode(errors="replace"))
@@ -393,6 +399,13 @@ def _parse_place(variables: Mapping[str, str], count_name: str, index_name: str)
             "of processes less 1. Use each number once."
         )
     return Process(index=int(texts[0]), num_processes=int(texts[1]))
+
+
+def _parse_index(variables: Mapping[str, str], name: str) -> int | None:
+    text = variables.get(name)
+    if text is not None and not text.isdecimal():
+        raise UserError(f"{name} = {text}: must be a whole number, as a launcher sets it.")
+    return None if text is None else int(text)
 
 
 def _check_address(name: str, text: str) -> None:

@@ -173,18 +173,20 @@ def enable_cache(setting: str | None, *, num_processes: int = 1) -> None:
         is_automatic = is_own or (num_processes == 1 and has_cache)
         if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not is_automatic:
             return
-        folder = files.cache_dir() / "programs"
     else:
         with at("run.compilation_cache", setting):
             if files.is_url(setting):
                 raise UserError("must be a folder of this machine. Use auto.")
             folder = files.expand_user(setting)
     try:
+        if setting == "auto":
+            folder = files.cache_dir() / "programs"
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied", str(folder))
-    except OSError as error:
-        problem = f"run.compilation_cache = {setting}: cannot be written: {error.strerror}"
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        reason = getattr(error, "strerror", error)
+        problem = f"run.compilation_cache = {setting}: cannot be written: {reason}"
         if setting == "auto":
             distributed.log(f"{problem}. Compiled programs are not kept")
             return

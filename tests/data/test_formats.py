@@ -374,6 +374,16 @@ def test_an_optional_field_that_no_record_has_is_refused(tmp_path):
             assert len([*sources.read(source, data=data).entries()]) == 1
 
 
+def test_a_role_that_no_message_has_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write(path, {"messages": json.dumps([{"role": "gpt", "content": "ho"}])})
+    for name, refusal in (("gpt", contextlib.nullcontext()), ("gptt", assert_refused("gptt"))):
+        source = make_source(source=str(path), format="messages", roles={name: "assistant"})
+        data = DataConfig(train=(source,), row_tokens=8)
+        with refusal:
+            assert len([*sources.read(source, data=data).entries()]) == 1
+
+
 def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path):
     row = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5], "the_id": "x y"}
     parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")

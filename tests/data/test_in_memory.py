@@ -25,6 +25,7 @@ GIVEN = [
         ...,
     ),
     ((x for x in "a"), "text", [{"text": "a"}]),
+    ([{"text": "a", "input_ids": [1, 2]}], "tokens", ...),
     ([{"prompt": "a", "completion": "b"}], "prompt_completion", ...),
     ([{"prompt": "a", "completion": "b", "label": True}], "unpaired", ...),
     ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "preference", ...),

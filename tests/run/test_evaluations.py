@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import jax
 import pytest
@@ -84,7 +85,7 @@ def test_the_command_repeats_the_last_evaluation_and_compares_models(run, folder
     evaluation.main([str(run), *words, "--out", str(folder / "b.jsonl"), "--baseline", str(out)])
     text = capsys.readouterr().out
     with pytest.raises(UserError, match=r"--baseline.*would be added to it"):
-        evaluation.main([str(run), *words, "--out", str(out), "--baseline", str(out)])
+        evaluation.main([str(run), *words, "--out", os.path.relpath(out), "--baseline", str(out)])
     first, *tasks = commands.read_lines(out)
     assert first["data"] == "held out"
     last_of_training = [line for line in before if line["step"] == 4]

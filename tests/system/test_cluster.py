@@ -85,6 +85,8 @@ PORTS = ["1", "65535", "node-0:29500"]
         (TORCHRUN | {"RANK": "-1"}, "RANK = -1, WORLD_SIZE = 8: ", ["0"]),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_ADDR:MASTER_PORT = node-0:http: ", PORTS),
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_ADDR:MASTER_PORT = node-0:65536: ", PORTS),
+        ({"PMI_SIZE": "8"}, "PMI_SIZE = 8: ", ["torchrun"]),
+        (TORCHRUN | {"LOCAL_RANK": "a"}, "LOCAL_RANK = a: ", ["number"]),
         (OPEN_MPI, "OMPI_COMM_WORLD_SIZE = 8, ", ["MASTER_ADDR", "MASTER_PORT"]),
         ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE = 8: ", ["OMPI_COMM_WORLD_RANK"]),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS = 8: ", ["SLURM_PROCID"]),
