@@ -259,11 +259,6 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         return WeightReader(source=source, tensors=read)
 
 
-def _add_text_prefix(name: str) -> str:
-    """Name of a tensor or module of the text model in a multimodal model."""
-    return f"{_TEXT_PREFIX}{name.removeprefix('model.')}" if name.startswith("model.") else name
-
-
 def save_adapter(
     trained: layers.Weights,
     *,
@@ -302,7 +297,7 @@ def save_adapter(
         if targets:  # a list would match the vision tower too
             pattern = "|".join(map(re.escape, targets))
             targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({pattern})"
-        named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
+        named = {re.sub(r"^model\.", _TEXT_PREFIX, name): x for name, x in named.items()}
     alpha = adapter.alpha or lora.scale * lora.rank
     config = {
         "peft_type": "LORA",

@@ -99,7 +99,9 @@ def apply_in_tiles(
 
         def add_tile(sums: Any, tile: tuple[Any, Any]) -> tuple[Any, list[Array]]:
             inputs, dresults = tile
-            _, pull = jax.vjp(run, _as_gathered(trained), *inputs)
+            # as `Gather` returns them; in the loop, so that XLA removes the conversion
+            weights = jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
+            _, pull = jax.vjp(run, weights, *inputs)
             dweights, *dinputs = pull(dresults)
             sums = jax.tree.map(jnp.add, sums, dweights)
             return sums, list(itertools.compress(dinputs, is_float))
@@ -121,11 +123,6 @@ def _select_trained(gather: Gather, params: layers.Weights, tree: Any, shards: A
     return jax.tree.map(
         lambda _, leaf, shard: leaf if gather.has_gradient(shard) else None, params, tree, shards
     )
-
-
-def _as_gathered(trained: layers.Weights) -> layers.Weights:
-    """Trained weights as `Gather` returns them; in a loop, so that XLA removes the conversion."""
-    return jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
 
 
 def _replace(
@@ -195,7 +192,7 @@ def _scan_tiles_in_place(
     free = dict.fromkeys(range(len(jax.tree.leaves(tiles[0])), len(leaves)))
     places = []
     for x in inputs:
-        matches = [i for i in free if _is_alike(leaves[i], x)]
+        matches = [i for i in free if (leaves[i].shape, leaves[i].dtype) == (x.shape, x.dtype)]
         place = matches[0] if matches else next(i for i, leaf in enumerate(leaves) if leaf is x)
         free.pop(place, None)
         places.append(place)
@@ -212,7 +209,3 @@ def _scan_tiles_in_place(
 
     carry, leaves = jax.lax.fori_loop(0, len(leaves[0]), body, (carry, leaves))
     return carry, [leaves[place] for place in places]
-
-
-def _is_alike(a: Array, b: Array) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype

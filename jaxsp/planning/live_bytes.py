@@ -29,15 +29,7 @@ _STORED = (
 """Beginnings of the names of primitives that read operands from memory and write to it; all others
 are elementwise."""
 
-_REDUCTIONS = (
-    "reduce_sum",
-    "reduce_max",
-    "reduce_min",
-    "reduce_and",
-    "reduce_or",
-    "argmax",
-    "reduce",
-)
+_REDUCTIONS = tuple("reduce_sum reduce_max reduce_min reduce_and reduce_or argmax reduce".split())
 """Those that XLA fuses with the operations that make their operands."""
 
 _VIEWS = (

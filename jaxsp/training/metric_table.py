@@ -69,11 +69,6 @@ def _counts(**meanings: str) -> dict[str, Metric]:
     }
 
 
-def _max_load(counts_NE: Any) -> Any:
-    """Largest count of a layer relative to its mean, for the layer where that is most."""
-    return counts_NE.shape[-1] * divide(counts_NE.max(-1), counts_NE.sum(-1)).max()
-
-
 METRICS = {
     "loss": Metric(
         "Sum of the losses of all tokens, divided by the loss tokens of the step (not a mean of "
@@ -161,7 +156,10 @@ METRICS = {
         "is most. 1: all experts have equally many. Metrics of routers are those of models with "
         "experts; other models do not have these fields. They are null if there are no rows or the "
         "step is not finite.",
-        lambda sums: _max_load(sums["router_counts_NE"]),
+        lambda sums: (
+            (counts_NE := sums["router_counts_NE"]).shape[-1]
+            * divide(counts_NE.max(-1), counts_NE.sum(-1)).max()
+        ),
         needs="router_counts_NE",
         counted="num_rows",
     ),

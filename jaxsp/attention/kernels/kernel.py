@@ -118,12 +118,6 @@ class AttentionWorkload:
         return np.dtype(self.dtype).itemsize
 
     @property
-    def qkv_bytes(self) -> tuple[int, int]:
-        """Bytes of a device's queries, and of its keys and values together."""
-        head = self.num_rows * self.tokens_per_device * self.head_dim * self.itemsize
-        return self.num_heads * head, 2 * self.num_kv_heads * head
-
-    @property
     def is_packed(self) -> bool:
         return self.max_segments > 1
 
