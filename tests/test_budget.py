@@ -25,7 +25,7 @@ LIMITS = {
     "objectives": 887,
     "optimizers": 1038,
     "planning": 4260,
-    "run": 6294,
+    "run": 6298,
     "sharding": 733,
     "system": 2069,
     "tasks": 564,

@@ -265,7 +265,11 @@ def prepare_model(
             f"{'is' if num_split_pairs == 1 else 'are'} in two rows each, which must be in "
             f"one step. Use {rows_per_step + 1}, or a data.row_tokens that holds both documents."
         )
-    stops = model_files.find_stop_tokens(opened, config, tokenizer)
+    hf_config = config_fields.add_token_ids(hf_config, tokenizer)
+    stops = StopTokens()
+    if any(source.is_chat for source in opened.train.values()):
+        stops = model_files.find_stop_tokens(opened, config, tokenizer)
+        hf_config = stops.add_to(hf_config)
     return PreparedModel(
         config=config,
         spec=dataclasses.replace(
@@ -275,7 +279,7 @@ def prepare_model(
             has_split_pairs=num_split_pairs > 0,
             common_vocab_size=common_vocab_size,
         ),
-        hf_config=stops.add_to(config_fields.add_token_ids(hf_config, tokenizer)),
+        hf_config=hf_config,
         model_folder=source,
         adapter_folder=adapter.folder,
         model_dir=model_dir,
