@@ -107,11 +107,10 @@ def test_a_model_stops_at_the_end_of_the_turns_that_it_learned(tmp_path, capsys,
     assert re.search(messages.containing("stop", "<|im_end|>", str(ids)), banner)
     merge = ["--merge"] if adapter == "lora" else []
     export.main([str(tmp_path / "run"), str(tmp_path / "hf"), *merge])
-    assert re.search(messages.containing(str(ids), "<|im_end|>", "</s>"), capsys.readouterr().out)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == ids
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").temperature == 0.5
     if merge:
         export.main([str(tmp_path / "run"), str(tmp_path / "adapter")])
         output = capsys.readouterr().out
-        assert re.search(messages.containing("PEFT", "generate", str(ids), "<|im_end|>"), output)
+        assert re.search(messages.containing("PEFT", "generate", str(ids)), output)

@@ -2,7 +2,7 @@
 
 The arrays of a jaxpr are followed from the operation that makes them to their last use. XLA places
 them in another order and fuses more, so this is an estimate: for the recipes in configs/, 0.86 to
-1.05 times what jax 0.10.1 compiles. It assumes that
+1.05 times what jax 0.10.1 compiles; for losses of two models' logits, 0.7 to 1.5. It assumes that
 
 - elementwise operations are fused into the operations that use their results, so that such a result
   is in memory only as an operand of another operation, such as a matrix product,

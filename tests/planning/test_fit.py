@@ -354,12 +354,12 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
 
 
 def check_formula(made):
-    """Checks that the formula is as accurate as the search needs.
+    """Checks that the prediction is as accurate as the search needs.
 
     It skips no candidate that fits, and few that do not fit are compiled.
     """
     formula = estimate.predict_bytes(made.spec)
-    assert 0.9 < formula / absent.measure_step(made).device_total < MAX_PREDICTED_RATIO
+    assert 0.84 < formula / absent.measure_step(made).device_total < MAX_PREDICTED_RATIO
 
 
 @pytest.mark.e2e

@@ -103,13 +103,13 @@ def test_cudnn_passes_with_its_contract_and_fails_with_the_offsets_of_old_releas
     cudnn_contract.on_cpu()
     passed = differences("cudnn")
     assert max(passed.values()) < TOLERANCE / 2
-    expected = cudnn_calls._bin_offsets
+    expected = cudnn_calls.CallMask._find_offsets
 
-    def as_in_0_11_0(slots, x):
+    def as_in_0_11_0(self, starts, x):
         """jax PR 39521: offsets of K and V were computed with the heads of q."""
-        return expected(slots, jnp.repeat(x, 2, axis=2) if x.shape[2] == 2 else x)
+        return expected(self, starts, jnp.repeat(x, 2, axis=2) if x.shape[2] == 2 else x)
 
-    monkeypatch.setattr(cudnn_calls, "_bin_offsets", as_in_0_11_0)
+    monkeypatch.setattr(cudnn_calls.CallMask, "_find_offsets", as_in_0_11_0)
     message = messages.containing("attention.kernel = cudnn", jax.__version__)
     with pytest.raises(UserError, match=message):
         make_check("cudnn").run(jax.devices()[0])
