@@ -1,4 +1,4 @@
-"""When a run saves and when it stops early, decided identically in all processes."""
+"""Schedules of checkpoints and of early stopping, decided identically in all processes."""
 
 import dataclasses
 import time
